@@ -1,0 +1,34 @@
+"""Exceptions of gtp. The class says what kind of mistake it was; the message says what was given, what is
+allowed and what to do.
+
+Each class also derives from the built-in exception that Python users expect for that kind of mistake, so
+`except ValueError` keeps working in code that never heard of gtp.
+"""
+
+
+class GTPError(Exception):
+    """Base of every exception that gtp raises on purpose."""
+
+
+class GTPValueError(GTPError, ValueError):
+    """A wrong value: a setting, a shape, a dtype, a group or a name pattern that cannot work."""
+
+
+class GTPStateError(GTPError, RuntimeError):
+    """A right call at a wrong moment, such as using a weight whose runtime was closed."""
+
+
+class UnsupportedError(GTPError, NotImplementedError, TypeError):
+    """Something gtp does not do, such as indexing a sharded weight. The message names what does work."""
+
+
+class MissingExtraError(GTPError, ImportError):
+    """A feature needs a package that is not installed. The message names the package and the extra."""
+
+
+class ProtocolError(GTPError, TypeError):
+    """An implementer of `DistributedWeight` answered something the contract does not allow."""
+
+
+class DesyncError(GTPError, RuntimeError):
+    """Ranks of one group disagree on the next collective. Raised only with `GTPConfig(debug=True)`."""

@@ -1,0 +1,184 @@
+"""Dispatchers: the only functions through which ops and modules touch a weight that may be distributed.
+
+All are list-shaped, ask the leader `weights[0]` alone, do nothing to plain tensors, and check what comes back, so that
+an implementer's mistake is a `ProtocolError` with the weight's name and not a wrong number three layers later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from gtp.errors import ProtocolError
+from gtp.protocol.contract import DistributedWeight, Outcome
+
+# Shards are tensor subclasses: reading `.shape` on one goes through its __torch_function__. The checks below are about
+# the plain tensor underneath, and run once per GEMM.
+_plain = torch._C.DisableTorchFunctionSubclass
+
+
+def is_distributed_weight(weight: object) -> bool:
+    """Whether `weight` says that it is a `DistributedWeight`.
+
+    Raises:
+        TypeError: the flag is set on something that is not a `torch.Tensor`: autograd could not save it, hooks and
+            optimizers would miss it.
+    """
+    if not getattr(weight, "is_distributed_weight", False):
+        return False
+    if not isinstance(weight, torch.Tensor):
+        raise ProtocolError(
+            f"{type(weight).__name__} sets is_distributed_weight but is not a torch.Tensor. "
+            "A DistributedWeight must be a torch.Tensor subclass, so that autograd and optimizers can hold it: "
+            "derive it from torch.Tensor or torch.nn.Parameter"
+        )
+    return True
+
+
+def materialize_weight_for_forward(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The full weights of one group, for the forward GEMM.
+
+    Args:
+        weights: The group, leader first. Per rank `[shard_rows, ...]` if distributed, else plain and returned as is.
+
+    Returns:
+        One full weight `[rows, ...]` per entry, in order.
+
+    Raises:
+        ProtocolError: the leader answered the wrong count, type or shape.
+    """
+    if not is_distributed_weight(weights[0]):
+        return list(weights)
+    answer = _leader(weights).materialize_group_for_forward()
+    return _check_full(weights, answer, "materialize_group_for_forward")
+
+
+def materialize_weight_for_backward(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The full weights of one group, for the dgrad GEMM. As `materialize_weight_for_forward`."""
+    if not is_distributed_weight(weights[0]):
+        return list(weights)
+    answer = _leader(weights).materialize_group_for_backward()
+    return _check_full(weights, answer, "materialize_group_for_backward")
+
+
+def weight_grad_buffers(weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """The tensors that the wgrad GEMMs write into, one per weight `[rows, ...]`, or `None` for plain weights.
+
+    Contents are undefined: overwrite, do not accumulate.
+
+    Raises:
+        ProtocolError: a buffer is not a contiguous tensor of a full weight's shape.
+    """
+    if not is_distributed_weight(weights[0]):
+        return None
+    buffers = [cast(DistributedWeight, w).grad_buffer() for w in weights]
+    for index, buffer in enumerate(buffers):
+        _check_trailing(weights, index, buffer, "grad_buffer")
+        if not buffer.is_contiguous():
+            raise ProtocolError(
+                f"grad_buffer of {_describe(weights[index])} must be contiguous, got strides {buffer.stride()}"
+            )
+    return buffers
+
+
+def finalize_weight_grads(
+    weights: Sequence[torch.Tensor], wgrads: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """Hands fresh full wgrads to the leader and returns what autograd must be given, one entry per weight.
+
+    Args:
+        weights: The group, leader first.
+        wgrads: Full wgrads `[rows, ...]`, one per weight.
+
+    Returns:
+        Per weight a tensor of the shard's shape, or `None` (see `Outcome`). Plain weights: `wgrads` as given.
+
+    Raises:
+        ProtocolError: count, type or shape of what the leader answered is not in the contract.
+    """
+    if not is_distributed_weight(weights[0]):
+        return list(wgrads)
+    if len(wgrads) != len(weights):
+        raise ProtocolError(
+            f"finalize_weight_grads got {len(wgrads)} wgrads for {len(weights)} weights led by {_describe(weights[0])}"
+        )
+    answer = _leader(weights).finalize_group_grads(wgrads[0] if len(wgrads) == 1 else list(wgrads))
+    grads = _as_list(answer)
+    _check_count(weights, grads, "finalize_group_grads", "one outcome per weight")
+    for index, grad in enumerate(grads):
+        if grad is None:
+            continue
+        if not isinstance(grad, torch.Tensor):
+            raise ProtocolError(
+                f"finalize_group_grads of {_describe(weights[index])} must return a tensor of the shard's shape or "
+                f"None, got {type(grad).__name__}"
+            )
+        with _plain():
+            shard_shape, shape = weights[index].shape, grad.shape
+        if shape != shard_shape:
+            raise ProtocolError(
+                f"finalize_group_grads of {_describe(weights[index])} promised the shard's shape "
+                f"{tuple(shard_shape)}, got {tuple(shape)}"
+            )
+    return cast("list[torch.Tensor | None]", grads)
+
+
+def outcome_of(weight: torch.Tensor, grad: torch.Tensor | None) -> Outcome:
+    """Names the outcome of one entry of `finalize_weight_grads`."""
+    if grad is None:
+        return Outcome.DEFERRED
+    if getattr(weight, "grad_added_to_main_grad", False):
+        return Outcome.IN_MAIN_GRAD
+    return Outcome.READY
+
+
+def _leader(weights: Sequence[torch.Tensor]) -> DistributedWeight:
+    return cast(DistributedWeight, weights[0])
+
+
+def _as_list(answer: object) -> list[object]:
+    return list(answer) if isinstance(answer, (list, tuple)) else [answer]
+
+
+def _check_count(weights: Sequence[torch.Tensor], answer: list[object], call: str, promised: str) -> None:
+    if len(answer) != len(weights):
+        raise ProtocolError(
+            f"{call} of {_describe(weights[0])} promised {promised} ({len(weights)}), got {len(answer)}"
+        )
+
+
+def _check_full(weights: Sequence[torch.Tensor], answer: object, call: str) -> list[torch.Tensor]:
+    full = _as_list(answer)
+    _check_count(weights, full, call, "one full weight per weight")
+    for index, tensor in enumerate(full):
+        _check_trailing(weights, index, tensor, call)
+    return cast("list[torch.Tensor]", full)
+
+
+def _check_trailing(weights: Sequence[torch.Tensor], index: int, tensor: object, call: str) -> None:
+    weight = weights[index]
+    if not isinstance(tensor, torch.Tensor):
+        raise ProtocolError(f"{call} of {_describe(weight)} must return a torch.Tensor, got {type(tensor).__name__}")
+    if tensor is not weight and getattr(tensor, "is_distributed_weight", False):
+        raise ProtocolError(
+            f"{call} of {_describe(weight)} returned a {type(tensor).__name__} that is distributed itself; "
+            "a full weight must be a plain tensor"
+        )
+    with _plain():
+        shard_shape, shape = weight.shape, tensor.shape
+    if len(shape) != len(shard_shape) or shape[1:] != shard_shape[1:]:
+        raise ProtocolError(
+            f"{call} of {_describe(weight)} promised [rows, {', '.join(map(str, shard_shape[1:]))}], "
+            f"got {tuple(shape)}"
+        )
+
+
+def _describe(weight: torch.Tensor) -> str:
+    """A weight for an error message. Every torch.Tensor has a `name`, `None` unless its class gives it one."""
+    with _plain():
+        shape = tuple(weight.shape)
+    name = getattr(weight, "name", None)
+    label = f"{name!r} " if isinstance(name, str) and name else ""
+    return f"weight {label}({type(weight).__name__}, shard {shape})"

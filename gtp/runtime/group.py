@@ -1,0 +1,66 @@
+"""What the runtime knows of a weight: shapes, bytes and where its shard lies. No autograd, no nn.Parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+import torch.distributed as dist
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Member:
+    """One weight of a group, as the runtime sees it on this rank.
+
+    Attributes:
+        name: Fully qualified name in the model, for errors and traces.
+        rows: Logical rows of the full weight (dim 0), without padding.
+        shard_rows: Rows of every rank's shard, padding included; `shard_rows * group size >= rows`.
+        trailing: Shape of the remaining dims, the same on all ranks.
+        shard: This rank's shard `[shard_rows, *trailing]`, a plain tensor over the parameter's storage.
+        send: What is gathered, same shape as `shard` in the compute dtype: `shard` itself, or a copy of it.
+    """
+
+    name: str
+    rows: int
+    shard_rows: int
+    trailing: tuple[int, ...]
+    shard: torch.Tensor
+    send: torch.Tensor
+
+    def padded_shape(self, size: int) -> tuple[int, ...]:
+        """Shape of the gathered buffer over `size` ranks, tail padding included."""
+        return (self.shard_rows * size, *self.trailing)
+
+    def gathered_numel(self, size: int) -> int:
+        return self.shard_rows * size * math.prod(self.trailing)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class WeightGroup:
+    """One or more weights that are gathered together.
+
+    Attributes:
+        index: Position in the runtime, the same on all ranks; the schedule knows groups by it.
+        name: The leader's name, with the count where there are several.
+        members: Leader first.
+        process_group: The GTP axis.
+        rank, size: This rank in `process_group`, and its size.
+        replicate_group: The axis over which shards are replicated, or None.
+        compute_dtype: Dtype of the gathered weights.
+    """
+
+    index: int
+    name: str
+    members: list[Member]
+    process_group: dist.ProcessGroup
+    rank: int
+    size: int
+    replicate_group: dist.ProcessGroup | None
+    compute_dtype: torch.dtype
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of the gathered weights of this group, padding included."""
+        return sum(m.gathered_numel(self.size) for m in self.members) * self.compute_dtype.itemsize

@@ -1,0 +1,98 @@
+"""`Transport`: how bytes move between ranks. The only caller of data collectives; everything above it is bookkeeping.
+
+[Note: lines] A model's life alternates between stretches in which shards may change (the optimizer, a checkpoint load,
+Megatron's buffers) and stretches in which gathers may read them (forward and backward). The runtime draws the line:
+`open` when a forward begins, `close` when a backward (or a forward without one) has ended. No gather is in flight when
+`close` returns, in the order of the current stream. Transports whose peers read this rank's memory without asking
+exchange "published" at `open` and "finished reading" at `close`, once per line and not once per gather.
+Calls between a `close` and the next `open` (a submodule called by hand) are bracketed by an `open`/`close` of their own.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gtp.runtime.group import WeightGroup
+
+
+class Transport(abc.ABC):
+    """Moves weights and gradients of `WeightGroup`s. One instance per runtime; all state hangs off it.
+
+    Every method is called in the same order on all ranks of a group. On CUDA none of them blocks the host: work goes to
+    side streams, and `finish_*` makes the current stream wait.
+    """
+
+    name: str
+    """Shown by `runtime.stats()`: "process_group", "copy_engine", ..."""
+
+    def prepare(self, groups: Sequence[WeightGroup]) -> None:
+        """Once, when the model is sharded, in the same order on all ranks; may be collective.
+
+        May move a shard to memory that it needs, by `member.shard`/`member.send` (the caller re-points the parameter to
+        `member.shard` afterwards).
+        """
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Memory for gathered weights and wgrads: uint8 `[nbytes]`, contents undefined. Pooled by the caller."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def open(self, groups: Sequence[WeightGroup]) -> None:
+        """Shards are current on this rank, in the order of the current stream, until `close`."""
+
+    def close(self) -> None:
+        """After this, in the order of the current stream, this rank's shards may be written."""
+
+    @abc.abstractmethod
+    def start_gather(self, group: WeightGroup, out: Sequence[torch.Tensor]) -> Any:
+        """Starts gathering `member.send` of all ranks.
+
+        Args:
+            out: Per member `[size * shard_rows, *trailing]` in the compute dtype, contiguous; rank r's rows are
+                `out[r * shard_rows : (r + 1) * shard_rows]`. Free for writing in the order of the current stream.
+
+        Returns:
+            A ticket for `finish_gather`.
+        """
+
+    @abc.abstractmethod
+    def finish_gather(self, ticket: Any) -> None:
+        """The gathered weights are readable afterwards, in the order of the current stream. Once per ticket."""
+
+    @abc.abstractmethod
+    def start_reduce(
+        self,
+        group: WeightGroup,
+        wgrads: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor],
+        accumulate: Sequence[bool],
+        divisor: int,
+    ) -> Any:
+        """Starts `into = (into if accumulate else 0) + sum over ranks(wgrads)[this rank's rows] / divisor`, per member.
+
+        The sum is in fp32 (fp64 for fp64) in rank order and is rounded once, to `into`'s dtype. Reductions of one
+        runtime complete in the order they were started.
+
+        Args:
+            wgrads: Per member `[size * shard_rows, *trailing]`, padding rows zero, contiguous, in the wire dtype. Not
+                written by anybody until the ticket is finished.
+            into: Per member `[shard_rows, *trailing]`, any floating dtype.
+            accumulate: Per member, whether `into` holds a value to add to.
+            divisor: 1 for a sum; group size times replicas for a mean.
+
+        Returns:
+            A ticket for `finish_reduce`.
+        """
+
+    @abc.abstractmethod
+    def finish_reduce(self, ticket: Any) -> None:
+        """`into` is complete afterwards, in the order of the current stream. Once per ticket, in order of start."""
+
+    def synchronize(self) -> None:
+        """Blocks the host until nothing of this transport is in flight."""
+
+    def shutdown(self) -> None:
+        """Gives back what the transport holds. Called once; nothing is in flight."""
