@@ -47,12 +47,15 @@ class Transport(abc.ABC):
         """After this, in the order of the current stream, this rank's shards may be written."""
 
     @abc.abstractmethod
-    def start_gather(self, group: WeightGroup, out: Sequence[torch.Tensor]) -> Any:
+    def start_gather(
+        self, group: WeightGroup, out: Sequence[torch.Tensor], after: Sequence[torch.cuda.Event]
+    ) -> Any:
         """Starts gathering `member.send` of all ranks.
 
         Args:
             out: Per member `[size * shard_rows, *trailing]` in the compute dtype, contiguous; rank r's rows are
-                `out[r * shard_rows : (r + 1) * shard_rows]`. Free for writing in the order of the current stream.
+                `out[r * shard_rows : (r + 1) * shard_rows]`.
+            after: `out` may be written once these are past. Empty on CPU.
 
         Returns:
             A ticket for `finish_gather`.
