@@ -22,9 +22,9 @@ class GTPConfig:
 
     Attributes:
         prefetch_bytes: Bytes of gathered weights that may be held ahead of their use, per rank, beside the
-            one in use. `None` (default) means four times the largest weight group of the runtime, so a
-            stack of equal layers is gathered four weights ahead and a mixture-of-experts model a whole
-            block ahead. `0` turns prefetching off. At least one weight is prefetched otherwise, however
+            one in use. `None` (default) means four times the mean weight group of the runtime, so a
+            stack of equal layers is gathered four weights ahead and a mixture-of-experts model about a block
+            ahead. `0` turns prefetching off. At least one weight is prefetched otherwise, however
             large.
         keep_bytes: Bytes of gathered weights that may stay from the end of forward to the start of
             backward, per rank, on top of `prefetch_bytes`. Default 0.

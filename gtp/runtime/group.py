@@ -4,9 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 
 import torch
 import torch.distributed as dist
+from typing_extensions import Protocol
+
+
+class ShardOwner(Protocol):
+    """What the runtime asks of the parameter that holds a shard. `GTPWeight` is the one in this library."""
+
+    def plain_shard(self) -> torch.Tensor:
+        """The shard as a plain tensor that shares storage and version counter with the parameter."""
+        ...
+
+    @property
+    def requires_grad(self) -> bool: ...
+
+    def adopt(self, shard: torch.Tensor) -> None:
+        """The transport moved the shard to memory of its own: use that storage from now on."""
+        ...
+
+    def gradient_target(self) -> tuple[torch.Tensor, bool]:
+        """Where the reduced gradient goes `[shard_rows, *trailing]`, and whether a value there is to be added to."""
+        ...
+
+    def gradient_delivered(self, target: torch.Tensor) -> None:
+        """The target is complete, in the order of the current stream. Once per backward."""
+        ...
+
+    def run_gradient_hooks(self) -> None:
+        """Shards may be written again: run post-accumulate-grad hooks. Once per backward, after delivery."""
+        ...
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -20,6 +49,8 @@ class Member:
         trailing: Shape of the remaining dims, the same on all ranks.
         shard: This rank's shard `[shard_rows, *trailing]`, a plain tensor over the parameter's storage.
         send: What is gathered, same shape as `shard` in the compute dtype: `shard` itself, or a copy of it.
+        owner: The parameter. Weak: the parameter holds the runtime, and a strong edge back would keep a deleted
+            model's storage alive until the cyclic garbage collector runs.
     """
 
     name: str
@@ -28,6 +59,7 @@ class Member:
     trailing: tuple[int, ...]
     shard: torch.Tensor
     send: torch.Tensor
+    owner: weakref.ref[ShardOwner]
 
     def padded_shape(self, size: int) -> tuple[int, ...]:
         """Shape of the gathered buffer over `size` ranks, tail padding included."""

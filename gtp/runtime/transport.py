@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from gtp.runtime.group import WeightGroup
 
@@ -36,8 +37,11 @@ class Transport(abc.ABC):
         `member.shard` afterwards).
         """
 
-    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Memory for gathered weights and wgrads: uint8 `[nbytes]`, contents undefined. Pooled by the caller."""
+    def allocate(self, nbytes: int, device: torch.device, *, for_wgrad: bool) -> torch.Tensor:
+        """Memory for gathered weights or for wgrads: uint8 `[nbytes]`, contents undefined. Pooled by the caller.
+
+        Wgrads are what peers read: calls with `for_wgrad` come in the same order with the same sizes on all ranks.
+        """
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def open(self, groups: Sequence[WeightGroup]) -> None:
@@ -92,7 +96,24 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def finish_reduce(self, ticket: Any) -> None:
-        """`into` is complete afterwards, in the order of the current stream. Once per ticket, in order of start."""
+        """`into` is complete and `wgrads` may be overwritten, in the order of the current stream.
+
+        Once per ticket, in order of start.
+        """
+
+    def start_all_reduce(self, flat: torch.Tensor, process_groups: Sequence[dist.ProcessGroup]) -> Any:
+        """Starts summing `flat` (1-d, fp32 or fp64) in place over each group in turn: gradients of replicated parameters."""
+        works = []
+        for process_group in process_groups:
+            for work in works:
+                work.wait()
+            works = [dist.all_reduce(flat, group=process_group, async_op=True)]
+        return works
+
+    def finish_all_reduce(self, ticket: Any) -> None:
+        """`flat` is complete afterwards, in the order of the current stream."""
+        for work in ticket:
+            work.wait()
 
     def synchronize(self) -> None:
         """Blocks the host until nothing of this transport is in flight."""

@@ -1,0 +1,1 @@
+"""The runtime: schedule, leased buffers, transports, and what ties them."""

@@ -1,0 +1,191 @@
+"""Leased buffers: memory for gathered weights and wgrads that is reused only after nobody can read it.
+
+[Note: when a lease ends] What `BufferPool.lease` hands out is a fresh tensor over pooled memory. The lease ends when
+its last reader goes, and there are two kinds of readers. Python's end with the tensor object, seen by a weak reference.
+Autograd's, and views that somebody took, hold the storage and not the object, so they are seen by the storage's use
+count, against the count the buffer has at rest. When the object is gone and the count is at rest, an event is recorded
+on the consuming stream, and whoever writes the buffer next waits for that event. When the object is gone and the count
+is not at rest, the buffer lingers and is looked at again on the next lease. No assumption about neighbours, parity
+or order is made anywhere.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from gtp.errors import GTPStateError
+
+_ALIGN = 256  # bytes between members of one buffer: what GEMMs and copy engines like best
+
+
+class Buffer:
+    """One block of pooled memory. States: free, leased (`holds` > 0), lingering (holds == 0, storage still read)."""
+
+    __slots__ = ("_base", "_rest", "_storage", "_views", "events", "holds", "nbytes", "stream")
+
+    def __init__(self, base: torch.Tensor) -> None:
+        self._base = base
+        self._storage = base.untyped_storage()
+        self._views: dict[object, list[torch.Tensor]] = {}
+        self._rest = self._use_count()
+        self.nbytes = base.numel()
+        self.holds = 0
+        self.stream: torch.cuda.Stream | None = None
+        self.events: list[torch.cuda.Event] = []
+
+    def views(self, key: object, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Typed tensors over this memory, one per shape, laid out one after the other. Made once per `key`."""
+        views = self._views.get(key)
+        if views is None:
+            views, start = [], 0
+            for shape in shapes:
+                size = _nbytes(shape, dtype)
+                views.append(self._base[start : start + size].view(dtype).view(shape))
+                start += _aligned(size)
+            self._views[key] = views
+            self._rest = self._rest + len(views)
+        return views
+
+    def readable(self, dying: int = 0) -> bool:
+        """Whether some tensor outside the pool, other than `dying` ones, still looks at this memory."""
+        return self._use_count() > self._rest + dying
+
+    def _use_count(self) -> int:
+        return int(torch._C._storage_Use_Count(self._storage._cdata))
+
+
+def nbytes_of(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> int:
+    """Bytes of one buffer that holds tensors of these shapes, alignment included."""
+    return sum(_aligned(_nbytes(shape, dtype)) for shape in shapes)
+
+
+def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    count = dtype.itemsize
+    for dim in shape:
+        count *= dim
+    return count
+
+
+def _aligned(nbytes: int) -> int:
+    return max(-(-nbytes // _ALIGN) * _ALIGN, _ALIGN)
+
+
+class BufferPool:
+    """Buffers of one device. A buffer is held while `holds` > 0: one hold per handed-out tensor, one per owner.
+
+    Args:
+        allocate: Makes uint8 memory of a size in bytes.
+        limit: Bytes the pool keeps; beyond it, free buffers of other sizes are given back before a new one is made.
+            What is leased at one time is the caller's business and may exceed it.
+        on_cuda: Whether ends of leases are ordered by CUDA events.
+    """
+
+    def __init__(self, allocate: Callable[[int], torch.Tensor], *, limit: int, on_cuda: bool) -> None:
+        self._allocate = allocate
+        self._limit = limit
+        self._on_cuda = on_cuda
+        self._free: dict[int, list[Buffer]] = {}
+        self._lingering: list[Buffer] = []
+        self._spare_events: list[torch.cuda.Event] = []
+        self._handed: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.reserved_bytes = 0
+        self.leased_bytes = 0
+        self.peak_leased_bytes = 0
+
+    def lease(self, nbytes: int) -> Buffer:
+        """A buffer of at least `nbytes`, held once by the caller. Write it only after `buffer.events`."""
+        if self._lingering:
+            self._collect()
+        free = self._free.get(nbytes)
+        buffer = free.pop() if free else self._new(nbytes)
+        buffer.holds = 1
+        self.leased_bytes += buffer.nbytes
+        if self.leased_bytes > self.peak_leased_bytes:
+            self.peak_leased_bytes = self.leased_bytes
+        return buffer
+
+    def hand_out(self, buffer: Buffer, tensor: torch.Tensor) -> None:
+        """Adds a hold that ends with `tensor`, a fresh view of the buffer. See [Note: when a lease ends]."""
+        buffer.holds += 1
+        if self._on_cuda:
+            buffer.stream = torch.cuda.current_stream(tensor.device)
+        pool = weakref.ref(self)
+        handed = self._handed
+
+        def ended(ref: weakref.ref[torch.Tensor]) -> None:
+            handed.pop(id(ref), None)
+            alive = pool()
+            if alive is not None:
+                alive.let_go(buffer, dying=1)  # the callback runs just before the tensor lets go of its storage
+
+        ref = weakref.ref(tensor, ended)
+        handed[id(ref)] = ref
+
+    def let_go(self, buffer: Buffer, dying: int = 0) -> None:
+        """Ends one hold. The last one frees the buffer, or leaves it lingering while views of it live."""
+        if buffer.holds <= 0:
+            raise GTPStateError("a buffer was let go more often than it was held: a bug in gtp, please report it")
+        buffer.holds -= 1
+        if buffer.holds == 0:
+            if buffer.readable(dying):
+                self._lingering.append(buffer)
+            else:
+                self._retire(buffer)
+
+    def recycle_events(self, buffer: Buffer) -> None:
+        """After the next writer was made to wait: the events may be recorded anew."""
+        self._spare_events.extend(buffer.events)
+        buffer.events.clear()
+
+    def trim(self) -> None:
+        """Gives every free buffer back to the allocator. Leased ones stay."""
+        self._collect()
+        for size in list(self._free):
+            for buffer in self._free.pop(size):
+                self._give_back(buffer)
+
+    def live_buffers(self) -> int:
+        """Buffers that exist, free ones included."""
+        return sum(map(len, self._free.values())) + len(self._lingering) + len(self._handed)
+
+    def _collect(self) -> None:
+        still: list[Buffer] = []
+        for buffer in self._lingering:
+            if buffer.readable():
+                still.append(buffer)
+            else:
+                self._retire(buffer)
+        self._lingering = still
+
+    def _retire(self, buffer: Buffer) -> None:
+        if self._on_cuda and buffer.stream is not None:
+            event = self._spare_events.pop() if self._spare_events else torch.cuda.Event()
+            event.record(buffer.stream)
+            buffer.events.append(event)
+            buffer.stream = None
+        self.leased_bytes -= buffer.nbytes
+        self._free.setdefault(buffer.nbytes, []).append(buffer)
+
+    def _new(self, nbytes: int) -> Buffer:
+        excess = self.reserved_bytes + nbytes - self._limit
+        if excess > 0:
+            # largest first: fewest allocator calls, and a vocabulary-sized buffer does not stay for a step
+            for size in sorted(self._free, reverse=True):
+                while self._free[size] and excess > 0:
+                    excess -= size
+                    self._give_back(self._free[size].pop())
+        # Tensors born in inference mode may not be written outside it, and a pool outlives the mode.
+        with torch.inference_mode(False):
+            buffer = Buffer(self._allocate(nbytes))
+        self.reserved_bytes += buffer.nbytes
+        return buffer
+
+    def _give_back(self, buffer: Buffer) -> None:
+        # The allocator hands this memory to the current stream next.
+        for event in buffer.events:
+            event.wait()
+        self.recycle_events(buffer)
+        self.reserved_bytes -= buffer.nbytes

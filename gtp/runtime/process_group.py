@@ -1,0 +1,160 @@
+"""`ProcessGroupTransport`: torch.distributed collectives. Runs everywhere, NCCL and gloo, any group."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+from gtp.runtime.group import WeightGroup
+from gtp.runtime.transport import Transport
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _GatherTicket:
+    works: list[dist.Work]
+    done: torch.cuda.Event | None
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _ReduceTicket:
+    group: WeightGroup
+    works: list[dist.Work]
+    received: list[torch.Tensor]
+    into: list[torch.Tensor]
+    accumulate: list[bool]
+    divisor: int
+    done: torch.cuda.Event | None
+
+
+class ProcessGroupTransport(Transport):
+    """Gathers with all-gathers; reduces by exchanging slices (all-to-all) and adding them here.
+
+    [Note: exchange, then add] A ring reduce-scatter adds in the wire's dtype, so bf16 gradients would be rounded at
+    every hop. Exchanging the slices moves the same bytes ((R-1)/R of the wgrad per rank), and the addition is ours:
+    fp32, in rank order, rounded once. It also makes the result independent of the backend's algorithm.
+
+    On CUDA gathers and reductions are queued on two side streams. On gloo they are async works: the exchange runs in
+    the backend's threads, and the addition happens when the reduction is finished.
+    """
+
+    name = "process_group"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._gathers = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._reductions = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    def open(self, groups: Sequence[WeightGroup]) -> None:
+        if self._gathers is not None:
+            self._gathers.wait_stream(torch.cuda.current_stream(self._device))
+
+    def start_gather(
+        self, group: WeightGroup, out: Sequence[torch.Tensor], after: Sequence[torch.cuda.Event]
+    ) -> _GatherTicket:
+        if self._gathers is None:
+            return _GatherTicket(self._all_gather(group, out), None)
+        for event in after:
+            self._gathers.wait_event(event)
+        with torch.cuda.stream(self._gathers):
+            for work in self._all_gather(group, out):
+                work.wait()  # orders the side stream after NCCL's own; does not block the host
+            done = torch.cuda.Event()
+            done.record(self._gathers)
+        return _GatherTicket([], done)
+
+    def finish_gather(self, ticket: _GatherTicket) -> None:
+        for work in ticket.works:
+            work.wait()
+        if ticket.done is not None:
+            ticket.done.wait(torch.cuda.current_stream(self._device))
+
+    def start_reduce(
+        self,
+        group: WeightGroup,
+        wgrads: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor],
+        accumulate: Sequence[bool],
+        divisor: int,
+    ) -> _ReduceTicket:
+        # Allocated on the current stream: the side stream is ordered after it, and it outlives the ticket's `finish`,
+        # after which the current stream is ordered after the side stream.
+        received = [torch.empty_like(wgrad) for wgrad in wgrads] if group.size > 1 else list(wgrads)
+        ticket = _ReduceTicket(group, [], received, list(into), list(accumulate), divisor, None)
+        if self._reductions is None:
+            ticket.works = self._exchange(group, wgrads, received)
+            return ticket
+        self._reductions.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._reductions):
+            for work in self._exchange(group, wgrads, received):
+                work.wait()
+            self._add(ticket)
+            ticket.done = torch.cuda.Event()
+            ticket.done.record(self._reductions)
+        return ticket
+
+    def finish_reduce(self, ticket: _ReduceTicket) -> None:
+        if ticket.done is not None:
+            ticket.done.wait(torch.cuda.current_stream(self._device))
+            return
+        for work in ticket.works:
+            work.wait()
+        self._add(ticket)
+
+    def synchronize(self) -> None:
+        for stream in (self._gathers, self._reductions):
+            if stream is not None:
+                stream.synchronize()
+
+    def _all_gather(self, group: WeightGroup, out: Sequence[torch.Tensor]) -> list[dist.Work]:
+        with self._one_collective(group, len(out)) as works:
+            for member, full in zip(group.members, out, strict=True):
+                works.append(
+                    dist.all_gather_into_tensor(full, member.send, group=group.process_group, async_op=True)
+                )
+        return works
+
+    def _exchange(
+        self, group: WeightGroup, wgrads: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
+    ) -> list[dist.Work]:
+        if group.size == 1:
+            return []
+        # gloo coalesces gathers but not exchanges
+        count = len(wgrads) if self._device.type == "cuda" else 1
+        with self._one_collective(group, count) as works:
+            for wgrad, slices in zip(wgrads, received, strict=True):
+                works.append(dist.all_to_all_single(slices, wgrad, group=group.process_group, async_op=True))
+        return works
+
+    @contextmanager
+    def _one_collective(self, group: WeightGroup, count: int) -> Iterator[list[dist.Work]]:
+        """Calls made inside become one collective when there are several. The list holds the works afterwards."""
+        works: list[dist.Work] = []
+        if count == 1:
+            yield works
+            return
+        with _coalescing_manager(group.process_group, device=self._device, async_ops=True) as manager:
+            yield works
+        works[:] = [manager]
+
+    def _add(self, ticket: _ReduceTicket) -> None:
+        group = ticket.group
+        for member, received, into, accumulate in zip(
+            group.members, ticket.received, ticket.into, ticket.accumulate, strict=True
+        ):
+            slices = received.view(group.size, member.shard_rows, *member.trailing)
+            wide = torch.float64 if torch.float64 in (into.dtype, received.dtype) else torch.float32
+            total = slices[0].to(wide, copy=True)
+            for rank in range(1, group.size):
+                total += slices[rank]
+            if group.replicate_group is not None:
+                dist.all_reduce(total, group=group.replicate_group)
+            if ticket.divisor != 1:
+                total /= ticket.divisor
+            if accumulate:
+                total += into
+            into.copy_(total)

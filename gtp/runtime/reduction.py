@@ -1,0 +1,202 @@
+"""`Reducer`: takes full wgrads, returns their sums to the shards' owners before backward ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gtp.config import GTPConfig
+from gtp.errors import GTPStateError
+from gtp.runtime.buffers import Buffer, BufferPool, nbytes_of
+from gtp.runtime.group import Member, ShardOwner, WeightGroup
+from gtp.runtime.transport import Transport
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Wgrad:
+    """A full wgrad in padded, pooled memory: what the wire reads."""
+
+    buffer: Buffer
+    padded: torch.Tensor
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _InFlight:
+    ticket: Any
+    wgrads: list[_Wgrad]
+    nbytes: int
+
+
+class Reducer:
+    """Starts one reduction per finalize, keeps a bounded number in flight, delivers when backward ends.
+
+    Several finalizes of one weight in one backward (a tied or repeated layer) each start a reduction into the same
+    target, in order. With `accumulate_only` set (no_sync) nothing is sent: full-size sums are held here, in fp32 or wider,
+    until a backward that reduces.
+    """
+
+    def __init__(
+        self, groups: list[WeightGroup], pool: BufferPool, transport: Transport, config: GTPConfig, window_bytes: int
+    ) -> None:
+        self._groups = groups
+        self._pool = pool
+        self._transport = transport
+        self._config = config
+        self._window_bytes = window_bytes
+        self._lent: dict[int, _Wgrad] = {}
+        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight_bytes = 0
+        self._targets: dict[ShardOwner, torch.Tensor] = {}
+        self._unreduced: dict[Member, _Wgrad] = {}
+        self.accumulate_only = False
+        self.bytes_reduced = 0
+
+    def grad_buffer(self, group: WeightGroup, position: int) -> torch.Tensor:
+        """Memory for the wgrad of one member, `[rows, *trailing]`, contents undefined."""
+        member = group.members[position]
+        wgrad = self._lease(group, member, self._config.reduce_dtype or group.compute_dtype)
+        full = wgrad.padded[: member.rows]
+        self._lent[full.data_ptr()] = wgrad
+        return full
+
+    def finalize(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> None:
+        """Takes the full wgrads of a group. They may be overwritten by the caller on return."""
+        for member, wgrad in zip(group.members, wgrads, strict=True):
+            if tuple(wgrad.shape) != (member.rows, *member.trailing):
+                raise GTPStateError(
+                    f"{member.name}: finalize got a wgrad of shape {tuple(wgrad.shape)}, expected the logical shape "
+                    f"{(member.rows, *member.trailing)}"
+                )
+        padded = [self._take(group, member, wgrad) for member, wgrad in zip(group.members, wgrads, strict=True)]
+        if self.accumulate_only:
+            for member, wgrad in zip(group.members, padded, strict=True):
+                self._hold(group, member, wgrad)
+            return
+        for position, member in enumerate(group.members):
+            held = self._unreduced.pop(member, None)
+            if held is not None:
+                held.padded += padded[position].padded
+                self._pool.let_go(padded[position].buffer)
+                padded[position] = held
+        self._start(group, padded)
+
+    def end_backward(self) -> list[ShardOwner]:
+        """Completes everything, delivers it, and returns the owners that received a gradient, in order of arrival."""
+        if not self.accumulate_only:
+            self._flush_held()
+        while self._in_flight:
+            self._finish_oldest()
+        owners = list(self._targets)
+        for owner, target in self._targets.items():
+            owner.gradient_delivered(target)
+        self._targets.clear()
+        return owners
+
+    def abandon(self) -> None:
+        """After a backward that raised: nothing of it is delivered. What `no_sync` holds from earlier ones stays."""
+        while self._in_flight:
+            self._finish_oldest()
+        self._targets.clear()
+        for wgrad in self._lent.values():
+            self._pool.let_go(wgrad.buffer)
+        self._lent.clear()
+
+    def discard_held(self) -> None:
+        """Drops gradients that `no_sync` accumulated and nobody reduced."""
+        for wgrad in self._unreduced.values():
+            self._pool.let_go(wgrad.buffer)
+        self._unreduced.clear()
+
+    @property
+    def held_bytes(self) -> int:
+        """Full-size gradients held because of `no_sync`."""
+        return sum(w.buffer.nbytes for w in self._unreduced.values())
+
+    def _lease(self, group: WeightGroup, member: Member, dtype: torch.dtype) -> _Wgrad:
+        shapes = [member.padded_shape(group.size)]
+        buffer = self._pool.lease(nbytes_of(shapes, dtype))
+        for event in buffer.events:
+            event.wait()
+        self._pool.recycle_events(buffer)
+        (padded,) = buffer.views((shapes[0], dtype), shapes, dtype)
+        if padded.shape[0] != member.rows:
+            padded[member.rows :].zero_()
+        return _Wgrad(buffer, padded)
+
+    def _take(self, group: WeightGroup, member: Member, wgrad: torch.Tensor) -> _Wgrad:
+        lent = self._lent.pop(wgrad.data_ptr(), None)
+        if lent is not None:
+            if lent.padded.shape == member.padded_shape(group.size) and wgrad.dtype == lent.padded.dtype:
+                return lent
+            self._pool.let_go(lent.buffer)
+        own = self._lease(group, member, self._config.reduce_dtype or wgrad.dtype)
+        own.padded[: member.rows].copy_(wgrad)
+        return own
+
+    def _hold(self, group: WeightGroup, member: Member, wgrad: _Wgrad) -> None:
+        held = self._unreduced.get(member)
+        if held is not None:
+            held.padded += wgrad.padded
+        else:
+            wide = torch.promote_types(wgrad.padded.dtype, torch.float32)
+            held = self._lease(group, member, wide)
+            held.padded.copy_(wgrad.padded)
+            self._unreduced[member] = held
+        self._pool.let_go(wgrad.buffer)
+
+    def _flush_held(self) -> None:
+        """Reduces what earlier backwards held and this one had nothing to add to."""
+        if not self._unreduced:
+            return
+        for group in self._groups:
+            if any(member in self._unreduced for member in group.members):
+                padded = []
+                for member in group.members:
+                    held = self._unreduced.pop(member, None)
+                    if held is None:
+                        held = self._lease(group, member, torch.promote_types(group.compute_dtype, torch.float32))
+                        held.padded.zero_()
+                    padded.append(held)
+                self._start(group, padded)
+
+    def _start(self, group: WeightGroup, padded: list[_Wgrad]) -> None:
+        into: list[torch.Tensor] = []
+        accumulate: list[bool] = []
+        for member in group.members:
+            owner = member.owner()
+            if owner is None:
+                raise GTPStateError(f"{member.name}: its parameter was deleted while backward was running")
+            target = self._targets.get(owner)
+            if target is None:
+                target, has_value = owner.gradient_target()
+                self._targets[owner] = target
+            else:
+                has_value = True
+            into.append(target)
+            accumulate.append(has_value)
+        nbytes = sum(w.buffer.nbytes for w in padded)
+        ticket = self._transport.start_reduce(
+            group, [w.padded for w in padded], into, accumulate, self._divisor(group)
+        )
+        self.bytes_reduced += nbytes
+        self._in_flight.append(_InFlight(ticket, padded, nbytes))
+        self._in_flight_bytes += nbytes
+        while self._in_flight_bytes > self._window_bytes and len(self._in_flight) > 1:
+            self._finish_oldest()
+
+    def _divisor(self, group: WeightGroup) -> int:
+        if self._config.grad_reduce == "sum":
+            return 1
+        replicas = 1 if group.replicate_group is None else group.replicate_group.size()
+        return group.size * replicas
+
+    def _finish_oldest(self) -> None:
+        flight = self._in_flight.popleft()
+        self._in_flight_bytes -= flight.nbytes
+        self._transport.finish_reduce(flight.ticket)
+        for wgrad in flight.wgrads:
+            self._pool.let_go(wgrad.buffer)

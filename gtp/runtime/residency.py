@@ -1,0 +1,168 @@
+"""`Gatherer`: runs the schedule's decisions. Holds the gathered copies that wait for their use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gtp.runtime.buffers import Buffer, BufferPool, nbytes_of
+from gtp.runtime.group import WeightGroup
+from gtp.runtime.schedule import Phase, Schedule
+from gtp.runtime.transport import Transport
+
+
+class _Copy:
+    """A gathered copy of one group: in flight while `ticket` is set, resident until its holds end."""
+
+    __slots__ = ("buffer", "outs", "ticket", "versions")
+
+    def __init__(self, buffer: Buffer, outs: list[torch.Tensor], ticket: Any, versions: tuple[int, ...]) -> None:
+        self.buffer = buffer
+        self.outs = outs
+        self.ticket = ticket
+        self.versions = versions
+
+
+class Gatherer:
+    """Gathers weights when they are asked for, and before that where the schedule says so.
+
+    [Note: no stale reads] A copy is good for one version of the shards. Three rules keep it so. A line (see
+    [Note: lines]) ends every copy, so whatever happened between a backward and the next forward is seen, also writes
+    through aliases that bump no version counter. Within a line, a copy is used only if the shards' version counters are
+    those it was gathered at. And a shard about to be written in place is first taken out of flight (`before_write`).
+
+    A consume outside every bracket (a submodule called by hand) uses no copy made earlier and leaves none.
+    """
+
+    def __init__(self, groups: list[WeightGroup], schedule: Schedule, pool: BufferPool, transport: Transport) -> None:
+        self._groups = groups
+        self._schedule = schedule
+        self._pool = pool
+        self._transport = transport
+        self._shapes = [[m.padded_shape(g.size) for m in g.members] for g in groups]
+        self._nbytes = [nbytes_of(shapes, g.compute_dtype) for shapes, g in zip(self._shapes, groups, strict=True)]
+        self._resident: dict[int, _Copy] = {}
+        self._line_open = False
+        self.bytes_gathered = 0
+
+    def open_line(self) -> None:
+        """A forward begins: shards are current from here on."""
+        decision = self._schedule.open()
+        self._end_line(decision.drop)
+        self._refresh(self._groups)
+        self._transport.open(self._groups)
+        self._line_open = True
+        self._prefetch(decision.prefetch)
+
+    def close_line(self) -> None:
+        """Shards may be written once this returns."""
+        self._end_line(self._schedule.close().drop)
+
+    def consume(self, group: WeightGroup, phase: Phase, *, inside: bool) -> list[torch.Tensor]:
+        """The full weights of `group` for one GEMM. Each tensor is its own lease."""
+        index = group.index
+        decision = self._schedule.consume(index, phase, inside=inside)
+        if not inside:
+            return self._consume_alone(group)
+        for dropped in decision.drop:
+            self._drop(dropped)
+        copy = self._resident.get(index)
+        if copy is not None and copy.versions != _versions(group):
+            self._drop(index)
+            self._schedule.forget(index)
+            self._refresh([group])
+            copy = None
+        if copy is None:
+            copy = self._start(group)
+            if decision.keep:
+                self._resident[index] = copy
+        self._prefetch(decision.prefetch)
+        full = self._hand_out(group, copy)
+        if not decision.keep:
+            self._resident.pop(index, None)
+            self._pool.let_go(copy.buffer)
+        return full
+
+    def before_write(self, group: WeightGroup) -> None:
+        """A shard of `group` is about to be written in place: no gather may be reading it."""
+        copy = self._resident.get(group.index)
+        if copy is not None:
+            self._finish(copy)
+
+    def drop_all(self) -> None:
+        """After an exception or for `release`: nothing stays resident, nothing stays in flight."""
+        self._end_line(self._schedule.reset())
+
+    def _consume_alone(self, group: WeightGroup) -> list[torch.Tensor]:
+        was_open = self._line_open
+        if was_open:
+            self._finish_all()
+            self._transport.close()
+        self._refresh([group])
+        self._transport.open([group])
+        copy = self._start(group)
+        full = self._hand_out(group, copy)
+        self._pool.let_go(copy.buffer)
+        if not was_open:
+            self._transport.close()
+        return full
+
+    def _end_line(self, dropped: Sequence[int]) -> None:
+        for index in dropped:
+            self._drop(index)
+        for index in list(self._resident):
+            self._drop(index)
+        if self._line_open:
+            self._transport.close()
+            self._line_open = False
+
+    def _refresh(self, groups: Sequence[WeightGroup]) -> None:
+        """Makes `send` what the shard is now, where it is a copy."""
+        for group in groups:
+            for member in group.members:
+                if member.send is not member.shard:
+                    member.send.copy_(member.shard)
+
+    def _prefetch(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            self._resident[index] = self._start(self._groups[index])
+
+    def _start(self, group: WeightGroup) -> _Copy:
+        index = group.index
+        buffer = self._pool.lease(self._nbytes[index])
+        outs = buffer.views(index, self._shapes[index], group.compute_dtype)
+        ticket = self._transport.start_gather(group, outs, buffer.events)
+        if buffer.events:
+            self._pool.recycle_events(buffer)
+        self.bytes_gathered += self._nbytes[index]
+        return _Copy(buffer, outs, ticket, _versions(group))
+
+    def _finish(self, copy: _Copy) -> None:
+        if copy.ticket is not None:
+            ticket, copy.ticket = copy.ticket, None
+            self._transport.finish_gather(ticket)
+
+    def _finish_all(self) -> None:
+        for copy in self._resident.values():
+            self._finish(copy)
+
+    def _drop(self, index: int) -> None:
+        copy = self._resident.pop(index, None)
+        if copy is not None:
+            self._finish(copy)  # its buffer goes to somebody else, who must not be overtaken by this gather
+            self._pool.let_go(copy.buffer)
+
+    def _hand_out(self, group: WeightGroup, copy: _Copy) -> list[torch.Tensor]:
+        self._finish(copy)
+        full = []
+        for member, out in zip(group.members, copy.outs, strict=True):
+            tensor = out.view_as(out) if out.shape[0] == member.rows else out[: member.rows]
+            self._pool.hand_out(copy.buffer, tensor)
+            full.append(tensor)
+        return full
+
+
+def _versions(group: WeightGroup) -> tuple[int, ...]:
+    return tuple([m.shard._version for m in group.members])

@@ -1,0 +1,303 @@
+"""`GTPRuntime`: everything that happens between the weights of one model and the wire.
+
+The state of a sharded model hangs off one runtime, and the runtime lives as long as the model: its weights and the hooks
+on its root module hold it, and it holds them weakly. There is nothing to reset and nothing to tear down.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gtp.config import GTPConfig
+from gtp.errors import GTPStateError, UnsupportedError
+from gtp.runtime.backward import BackwardTracker, in_backward
+from gtp.runtime.buffers import BufferPool
+from gtp.runtime.group import WeightGroup
+from gtp.runtime.reduction import Reducer
+from gtp.runtime.replicated import ReplicatedGradients
+from gtp.runtime.residency import Gatherer
+from gtp.runtime.schedule import Phase, Schedule
+from gtp.runtime.stats import RuntimeStats
+from gtp.runtime.transport import Transport
+
+_log = logging.getLogger("gtp")
+
+
+class GTPRuntime:
+    """Gathers the weights of one model just in time and reduces their gradients.
+
+    Made by `gtp.shard_model`. What users call: `stats`, `trace`, `no_sync`, `release`.
+
+    Args:
+        config: Settings.
+        transport: Moves the bytes.
+    """
+
+    def __init__(self, config: GTPConfig, transport: Transport, device: torch.device, transport_reason: str) -> None:
+        self.config = config
+        self.device = device
+        self._transport = transport
+        self._transport_reason = transport_reason
+        self._groups: list[WeightGroup] = []
+        self._started = False
+        self._forward_depth = 0
+        self._backward = BackwardTracker(self._end_of_backward)
+        self.replicated = ReplicatedGradients(
+            transport, mean=config.grad_reduce == "mean", on_gradient=self._enter_backward
+        )
+
+    # -- building ------------------------------------------------------------------------------------------------
+
+    def add_group(self, group: WeightGroup) -> None:
+        """Registers the next weight group; `group.index` is its position. In the same order on all ranks.
+
+        Raises:
+            GTPStateError: the runtime is in use already.
+        """
+        if self._started:
+            raise GTPStateError(
+                f"{group.name}: this runtime has gathered weights already and its schedule is laid out; "
+                "shard all weights of a model before its first forward"
+            )
+        if group.index != len(self._groups):
+            raise GTPStateError(f"{group.name}: group index {group.index} is not the next one, {len(self._groups)}")
+        self._groups.append(group)
+
+    @property
+    def groups(self) -> Sequence[WeightGroup]:
+        """The weight groups, in order of index."""
+        return tuple(self._groups)
+
+    def start(self) -> None:
+        """Lays out the schedule and prepares the transport. Collective. Called by the first use, if not before."""
+        if self._started:
+            return
+        groups, config = self._groups, self.config
+        self._transport.prepare(groups)
+        for member in (m for g in groups for m in g.members):
+            owner = member.owner()
+            if owner is not None and owner.plain_shard().data_ptr() != member.shard.data_ptr():
+                owner.adopt(member.shard)
+        sizes = [g.gathered_nbytes for g in groups]
+        largest = max(sizes, default=0)
+        ahead = 4 * sum(sizes) // max(len(sizes), 1)
+        prefetch = ahead if config.prefetch_bytes is None else config.prefetch_bytes
+        self._schedule = Schedule(sizes, prefetch_bytes=prefetch, keep_bytes=config.keep_bytes)
+        on_cuda = self.device.type == "cuda"
+        self._gather_pool = BufferPool(
+            lambda nbytes: self._transport.allocate(nbytes, self.device, for_wgrad=False),
+            limit=prefetch + config.keep_bytes + largest,
+            on_cuda=on_cuda,
+        )
+        wgrads = [_wgrad_nbytes(g, config) for g in groups]
+        window = 4 * sum(wgrads) // max(len(wgrads), 1)
+        self._wgrad_pool = BufferPool(
+            lambda nbytes: self._transport.allocate(nbytes, self.device, for_wgrad=True),
+            limit=window + 2 * max(wgrads, default=0),
+            on_cuda=on_cuda,
+        )
+        self._gatherer = Gatherer(groups, self._schedule, self._gather_pool, self._transport)
+        self._reducer = Reducer(groups, self._wgrad_pool, self._transport, config, window)
+        self._started = True
+        _log.info(
+            "gtp: %d weight groups over %s, %.1f MiB gathered, transport %s (%s)",
+            len(groups), self.device, sum(sizes) / 2**20, self._transport.name, self._transport_reason,
+        )  # fmt: skip
+
+    def attach(self, root: torch.nn.Module) -> None:
+        """Brackets the forwards of `root`: within them weights are prefetched."""
+
+        def before(module: torch.nn.Module, args: Any) -> None:
+            self.enter_forward()
+
+        def after(module: torch.nn.Module, args: Any, output: Any) -> None:
+            self.exit_forward()
+
+        root.register_forward_pre_hook(before)
+        root.register_forward_hook(after, always_call=True)
+
+    # -- lines ---------------------------------------------------------------------------------------------------
+
+    @torch.compiler.disable  # type: ignore[misc]  # torch leaves it untyped
+    def enter_forward(self) -> None:
+        """A forward of the whole model begins. Nested calls and recomputed ones change nothing."""
+        if self._forward_depth == 0 and not in_backward():
+            self._ready()
+            self.replicated.hook_trainable()
+            self._gatherer.open_line()
+        self._forward_depth += 1
+
+    @torch.compiler.disable  # type: ignore[misc]
+    def exit_forward(self) -> None:
+        """The forward has ended, by return or by exception. Without grad mode no backward follows: shards are free."""
+        self._forward_depth = max(self._forward_depth - 1, 0)
+        if self._forward_depth == 0 and not torch.is_grad_enabled() and not in_backward():
+            self._gatherer.close_line()
+
+    def before_write(self, group: WeightGroup) -> None:
+        """A shard of `group` is about to be written in place."""
+        if self._started:
+            self._gatherer.before_write(group)
+
+    # -- the contract's side -------------------------------------------------------------------------------------
+
+    def materialize(self, group: WeightGroup, phase: Phase) -> list[torch.Tensor]:
+        """Full weights `[rows, *trailing]` of a group, plain tensors in the compute dtype."""
+        if group.size == 1:
+            return [m.shard.to(group.compute_dtype)[: m.rows] for m in group.members]
+        backward = in_backward()
+        if backward:
+            self._ready_in_backward()
+            if phase is Phase.FORWARD:
+                phase = Phase.RECOMPUTE
+        else:
+            self._ready()
+        return self._gatherer.consume(group, phase, inside=backward or self._forward_depth > 0)
+
+    def grad_buffer(self, group: WeightGroup, position: int) -> torch.Tensor:
+        """Where the wgrad of one member goes, `[rows, *trailing]`."""
+        if in_backward():
+            self._ready_in_backward()
+        else:
+            self._ready()
+        return self._reducer.grad_buffer(group, position)
+
+    def finalize(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> None:
+        """Starts the reduction of a group's wgrads; they are delivered before backward ends, or at once outside one."""
+        if in_backward():
+            self._ready_in_backward()
+            self._reducer.finalize(group, wgrads)
+        else:
+            self._ready()
+            self._reducer.finalize(group, wgrads)
+            self._end_of_backward()
+
+    # -- for users -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside accumulate on this rank and reduce nothing; the next one outside reduces the sum.
+
+        Memory: one full-size fp32 gradient per weight that received one, per rank (4 bytes x all parameters), until
+        then. Reducing every backward, the default, holds 1/N of that. `.grad` does not change inside.
+        """
+        self._ready()
+        before = self._reducer.accumulate_only
+        self._set_accumulate_only(True)
+        try:
+            yield
+        finally:
+            self._set_accumulate_only(before)
+
+    def stats(self) -> RuntimeStats:
+        """Counters since the runtime was made. Cheap; no synchronization."""
+        self.start()
+        counters = self._schedule.counters
+        return RuntimeStats(
+            transport=self._transport.name,
+            transport_reason=self._transport_reason,
+            consumes=counters.consumes,
+            prefetch_hits=counters.hits,
+            on_demand_gathers=counters.misses,
+            wrong_guesses=counters.wrong_guesses,
+            kept=counters.kept,
+            bytes_gathered=self._gatherer.bytes_gathered,
+            bytes_reduced=self._reducer.bytes_reduced,
+            peak_leased_bytes=self._gather_pool.peak_leased_bytes,
+            peak_wgrad_bytes=self._wgrad_pool.peak_leased_bytes,
+            unreduced_bytes=self._reducer.held_bytes,
+        )
+
+    def trace(self) -> list[tuple[str, str]]:
+        """The consumes of the last stretch between lines, as (weight group's name, phase's name)."""
+        self.start()
+        return [(self._groups[index].name, Phase(phase).name.lower()) for index, phase in self._schedule.trace]
+
+    def release(self) -> None:
+        """Gives all pooled memory back to the allocator, and drops gradients that `no_sync` accumulated unreduced.
+
+        The model stays usable. Also what to call after an exception, when memory is needed before the next forward.
+        """
+        if not self._started:
+            return
+        self._abandon()
+        self._reducer.discard_held()
+        self.replicated.discard_held()
+        self._gather_pool.trim()
+        self._wgrad_pool.trim()
+
+    @property
+    def transport(self) -> Transport:
+        """What moves the bytes."""
+        return self._transport
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _ready(self) -> None:
+        """Outside a backward: start if this is the first use, clean up if a backward has died."""
+        if not self._started:
+            self.start()
+        if self._backward.pending:
+            self._abandon()
+
+    def _ready_in_backward(self) -> None:
+        if not self._started:
+            self.start()
+        if self._backward.failed:
+            self._abandon()
+        self._backward.enter()
+
+    def _enter_backward(self) -> None:
+        if in_backward():
+            self._ready_in_backward()
+
+    def _abandon(self) -> None:
+        """A forward or backward raised: nothing of it is delivered, nothing stays in flight."""
+        self._backward.forget()
+        self._forward_depth = 0
+        self._reducer.abandon()
+        self.replicated.abandon()
+        self._gatherer.drop_all()
+
+    def _end_of_backward(self) -> None:
+        owners = self._reducer.end_backward()
+        parameters = self.replicated.end_backward()
+        self._gatherer.close_line()
+        # Hooks may step an optimizer: only now may shards be written.
+        self.replicated.restore_hooks()
+        with torch.no_grad():
+            for owner in owners:
+                owner.run_gradient_hooks()
+            self.replicated.run_hooks(parameters)
+
+    def _set_accumulate_only(self, value: bool) -> None:
+        self._reducer.accumulate_only = value
+        self.replicated.accumulate_only = value
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(
+            "a GTPRuntime holds process groups, streams and buffers, and cannot be copied or pickled: "
+            "save state dicts (gtp.checkpoint), and call gtp.shard_model on the copy of the plain model"
+        )
+
+
+def _wgrad_nbytes(group: WeightGroup, config: GTPConfig) -> int:
+    dtype = config.reduce_dtype or group.compute_dtype
+    return sum(m.gathered_numel(group.size) for m in group.members) * dtype.itemsize
+
+
+def gather_now(shard: torch.Tensor, process_group: dist.ProcessGroup) -> torch.Tensor:
+    """All ranks' shards, one after the other along dim 0, in fresh memory. Collective, outside every schedule."""
+    size = process_group.size()
+    out = torch.empty((shard.shape[0] * size, *shard.shape[1:]), dtype=shard.dtype, device=shard.device)
+    if size == 1:
+        out.copy_(shard)
+    else:
+        dist.all_gather_into_tensor(out, shard.contiguous(), group=process_group)
+    return out

@@ -1,0 +1,158 @@
+"""`ShardGrad`: the gradient of a shard, which answers for the whole weight where a local answer would be a wrong number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gtp.errors import UnsupportedError
+from gtp.weights.layout import ShardLayout
+
+_plain = torch._C.DisableTorchFunctionSubclass
+
+_NORMS = {torch.linalg.vector_norm, torch.norm, torch.Tensor.norm}
+_REDUCTIONS = frozenset(
+    "sum mean std var prod max min amax amin argmax argmin median logsumexp dot vdot inner all any count_nonzero".split()
+)
+
+
+class ShardGrad(torch.Tensor):
+    """This rank's rows of a weight's gradient `[shard_rows, *trailing]`, as found in `GTPWeight.grad`.
+
+    Arithmetic is local, as optimizers want it. Norms (`torch.linalg.vector_norm`, `torch.norm`, `Tensor.norm`,
+    `torch._foreach_norm`, so also `torch.nn.utils.clip_grad_norm_`) are those of the whole gradient without padding, the
+    same on all ranks, and collective. Gradient unscaling of `torch.amp.GradScaler` agrees over ranks whether a value
+    was infinite. Other reductions raise: `grad.detach()` is the local tensor for who wants it.
+    """
+
+    _layout: ShardLayout
+    _process_group: dist.ProcessGroup
+
+    @staticmethod
+    def wrap(grad: torch.Tensor, layout: ShardLayout, process_group: dist.ProcessGroup) -> ShardGrad:
+        """A `ShardGrad` over the storage of `grad`."""
+        with _plain():
+            wrapped = grad.detach().as_subclass(ShardGrad)
+        wrapped._layout = layout
+        wrapped._process_group = process_group
+        return wrapped
+
+    def valid_rows(self) -> torch.Tensor:
+        """The rows that are not padding, a plain local tensor `[valid_rows, *trailing]`."""
+        with _plain():
+            return self.as_subclass(torch.Tensor)[: self._layout.valid_rows]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        if func in _NORMS and _shards_of(args[:1]):
+            return _vector_norm(args[0], *_norm_order(func, args, kwargs))
+        if func is torch._foreach_norm:
+            return _foreach_norm(*args, **kwargs)
+        if name in _REDUCTIONS and _shards_of(args[:1]) and args[0]._process_group.size() > 1:
+            raise UnsupportedError(
+                f"{name} of a sharded gradient would be this rank's part only. "
+                "For the norm of the whole model use gtp.clip_grad_norm_ or torch.linalg.vector_norm; "
+                f"for this rank's rows use grad.detach().{name}(...)"
+            )
+        with _plain():
+            result = func(*args, **kwargs)
+        if name == "_amp_foreach_non_finite_check_and_unscale_":
+            _agree_on_infinity(args[0], args[1])
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)
+
+
+def global_power_sums(
+    shards: Iterable[tuple[torch.Tensor, dist.ProcessGroup]], order: float, device: torch.device
+) -> list[torch.Tensor]:
+    """Per tensor the sum over ranks of `|x|^order` (the maximum for infinite order), fp32 0-d; one collective per group.
+
+    Args:
+        shards: Plain local tensors without padding, with the group over which each is sharded; same order on all ranks.
+    """
+    shards = list(shards)
+    sums: list[torch.Tensor] = []
+    batches: dict[dist.ProcessGroup, list[int]] = {}
+    for index, (local, process_group) in enumerate(shards):
+        sums.append(_local_power_sum(local, order).to(device))
+        batches.setdefault(process_group, []).append(index)
+    for process_group, indices in batches.items():
+        if process_group.size() == 1:
+            continue
+        stacked = torch.stack([sums[i] for i in indices])
+        dist.all_reduce(
+            stacked, op=dist.ReduceOp.MAX if order == float("inf") else dist.ReduceOp.SUM, group=process_group
+        )
+        for index, total in zip(indices, stacked, strict=True):
+            sums[index] = total
+    return sums
+
+
+def root(power_sum: torch.Tensor, order: float) -> torch.Tensor:
+    """The norm that belongs to a power sum."""
+    return power_sum if order in (float("inf"), 0.0) else power_sum ** (1.0 / order)
+
+
+def _local_power_sum(local: torch.Tensor, order: float) -> torch.Tensor:
+    wide = torch.promote_types(local.dtype, torch.float32)
+    if local.numel() == 0:
+        return torch.zeros((), dtype=wide, device=local.device)
+    norm = torch.linalg.vector_norm(local, order, dtype=wide)
+    return norm if order in (float("inf"), 0.0) else norm**order
+
+
+def _shards_of(values: Iterable[Any]) -> bool:
+    return any(isinstance(value, ShardGrad) for value in values)
+
+
+def _norm_order(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, torch.dtype | None]:
+    allowed = {"ord", "p", "dtype", "input", "x"}
+    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2.0))
+    extra = [k for k, v in kwargs.items() if k not in allowed and v not in (None, False)]
+    if len(args) > 2 or extra or (isinstance(order, str) and order != "fro"):
+        raise UnsupportedError(
+            f"{func.__name__} of a sharded gradient is the norm of all its elements: no dim, keepdim or matrix norm "
+            f"(given: {extra or args[1:]}). Use grad.detach() for this rank's rows"
+        )
+    return (2.0 if order in ("fro", None) else float(order)), kwargs.get("dtype")
+
+
+def _vector_norm(grad: ShardGrad, order: float, dtype: torch.dtype | None) -> torch.Tensor:
+    local = grad.valid_rows()
+    (total,) = global_power_sums([(local, grad._process_group)], order, local.device)
+    return root(total, order).to(dtype or local.dtype)
+
+
+def _foreach_norm(tensors: Any, ord: float = 2.0, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    order = float(ord)
+    norms: list[torch.Tensor | None] = [None] * len(tensors)
+    plain = [i for i, t in enumerate(tensors) if not isinstance(t, ShardGrad)]
+    if plain:
+        for i, norm in zip(plain, torch._foreach_norm([tensors[i] for i in plain], order, dtype=dtype), strict=True):
+            norms[i] = norm
+    sharded = [(i, t) for i, t in enumerate(tensors) if isinstance(t, ShardGrad)]
+    locals_ = [t.valid_rows() for _, t in sharded]
+    groups = [t._process_group for _, t in sharded]
+    totals = global_power_sums(zip(locals_, groups, strict=True), order, locals_[0].device)
+    for (i, _), local, total in zip(sharded, locals_, totals, strict=True):
+        norms[i] = root(total, order).to(dtype or local.dtype)
+    return [norm for norm in norms if norm is not None]
+
+
+def _agree_on_infinity(grads: Iterable[torch.Tensor], found_inf: torch.Tensor) -> None:
+    groups = dict.fromkeys(grad._process_group for grad in grads if isinstance(grad, ShardGrad))
+    for process_group in groups:
+        if process_group.size() > 1:
+            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=process_group)

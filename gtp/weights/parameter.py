@@ -1,0 +1,271 @@
+"""`GTPWeight`: a parameter of which this rank stores its rows only."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
+
+from gtp.errors import GTPStateError, GTPValueError, UnsupportedError
+from gtp.runtime.group import Member, WeightGroup
+from gtp.runtime.runtime import GTPRuntime, gather_now
+from gtp.runtime.schedule import Phase
+from gtp.weights.functions import dispatch, require_leader
+from gtp.weights.gradient import ShardGrad
+from gtp.weights.layout import ShardLayout
+
+_plain = torch._C.DisableTorchFunctionSubclass
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class WeightHandle:
+    """What a `GTPWeight` knows: its name, its arithmetic, and the runtime that serves it.
+
+    The weight holds its runtime strongly, so the runtime lives as long as any of its weights.
+    """
+
+    name: str
+    layout: ShardLayout
+    runtime: GTPRuntime
+    group: WeightGroup
+    position: int
+    grad_dtype: torch.dtype | None
+    hooks: OrderedDict[int, Callable[[torch.Tensor], None]] = dataclasses.field(default_factory=OrderedDict)
+
+    @property
+    def member(self) -> Member:
+        """The runtime's record of this weight."""
+        return self.group.members[self.position]
+
+
+class GTPWeight(torch.nn.Parameter):
+    """A weight sharded along dim 0 over a GTP group: an `nn.Parameter` of the shard's shape, and a `DistributedWeight`.
+
+    Made by `gtp.shard_model` out of the parameter it replaces (the same object, so optimizers and ties keep working).
+    Metadata, `.grad` and optimizer arithmetic are the shard's. `F.linear` and `F.embedding` compute with the full weight,
+    gathered by the runtime. Any other function of it that would need the full weight raises `UnsupportedError`.
+    """
+
+    is_distributed_weight = True
+    handle: WeightHandle
+
+    @classmethod
+    def convert(cls, parameter: torch.nn.Parameter, shard: torch.Tensor, handle: WeightHandle) -> GTPWeight:
+        """Turns `parameter` into a GTPWeight over `shard`, in place: every reference to it stays valid.
+
+        Args:
+            parameter: The full weight. Its storage is let go.
+            shard: `[shard_rows, *trailing]`, plain.
+            handle: Layout, runtime and group. `handle.member.owner` is set.
+        """
+        parameter.data = shard
+        parameter.__class__ = cls
+        weight: GTPWeight = parameter  # type: ignore[assignment]
+        weight.handle = handle
+        if handle.grad_dtype is not None:
+            with _plain():
+                weight.grad_dtype = handle.grad_dtype
+        handle.member.owner = weakref.ref(weight)
+        weight._look_at_storage()
+        return weight
+
+    # -- what users ask ------------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> ShardLayout:  # type: ignore[override]  # torch.layout of a dense tensor is of no use here
+        """Arithmetic between logical shape and shard."""
+        return self.handle.layout
+
+    @property
+    def logical_shape(self) -> torch.Size:
+        """Shape of the weight in the unsharded model."""
+        return torch.Size(self.handle.layout.logical_shape)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The GTP group that holds the shards."""
+        return self.handle.group.process_group
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """Fully qualified name in the model that was sharded."""
+        return self.handle.name
+
+    @property
+    def runtime(self) -> GTPRuntime:
+        """The runtime that gathers this weight."""
+        return self.handle.runtime
+
+    def full_tensor(self) -> torch.Tensor:
+        """The full weight `[rows, *trailing]` in the shard's dtype, a fresh plain tensor. Collective over the group."""
+        return gather_now(self.plain_shard(), self.group)[: self.handle.layout.rows].clone()
+
+    # -- DistributedWeight ---------------------------------------------------------------------------------------
+
+    def materialize_group_for_forward(self) -> torch.Tensor | Sequence[torch.Tensor]:
+        """Full weights for the forward GEMM, one per weight of the group. See `gtp.protocol`."""
+        return self._materialize(Phase.FORWARD)
+
+    def materialize_group_for_backward(self) -> torch.Tensor | Sequence[torch.Tensor]:
+        """Full weights for the dgrad GEMM."""
+        return self._materialize(Phase.BACKWARD)
+
+    def finalize_group_grads(self, wgrads: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[None] | None:
+        """Starts reducing the full wgrads. Always deferred: the gradient arrives before backward ends."""
+        handle = self.handle
+        require_leader(self)
+        given = [wgrads] if isinstance(wgrads, torch.Tensor) else list(wgrads)
+        if len(given) != len(handle.group.members):
+            raise GTPStateError(f"{handle.name}: finalize got {len(given)} wgrads for {len(handle.group.members)} weights")
+        handle.runtime.finalize(handle.group, given)
+        return None if len(given) == 1 else [None] * len(given)
+
+    def grad_buffer(self) -> torch.Tensor:
+        """Where the wgrad GEMM writes, `[rows, *trailing]`, contents undefined."""
+        return self.handle.runtime.grad_buffer(self.handle.group, self.handle.position)
+
+    # -- ShardOwner, the runtime's side --------------------------------------------------------------------------
+
+    def plain_shard(self) -> torch.Tensor:
+        """The shard as a plain tensor over the same storage and version counter."""
+        with _plain():
+            return self.detach()
+
+    def adopt(self, shard: torch.Tensor) -> None:
+        """The transport keeps the shard in memory of its own: use that."""
+        self.set_data(shard)
+
+    def gradient_target(self) -> tuple[torch.Tensor, bool]:
+        """Where the reduced gradient goes: `main_grad` if somebody gave the weight one, else `.grad`."""
+        main_grad = getattr(self, "main_grad", None)
+        if main_grad is not None:
+            return main_grad.view(self.handle.layout.shard_shape), True
+        with _plain():
+            grad = self.grad
+            if grad is not None:
+                return grad.detach().as_subclass(torch.Tensor), True
+            dtype = self.handle.grad_dtype or self.dtype
+            return torch.empty(self.handle.layout.shard_shape, dtype=dtype, device=self.device), False
+
+    def gradient_delivered(self, target: torch.Tensor) -> None:
+        """`target` holds this rank's part of the reduced gradient."""
+        if getattr(self, "main_grad", None) is not None:
+            if hasattr(self, "grad_added_to_main_grad"):
+                self.grad_added_to_main_grad = True
+            return
+        with _plain():
+            if self.grad is None:
+                self.grad = ShardGrad.wrap(target, self.handle.layout, self.group)
+
+    def run_gradient_hooks(self) -> None:
+        """Runs the hooks of `register_post_accumulate_grad_hook`."""
+        for hook in list(self.handle.hooks.values()):
+            hook(self)
+
+    # -- what must not be silently wrong -------------------------------------------------------------------------
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+        """`hook(weight)` runs at the end of backward, when the reduced gradient is in place and shards may be written."""
+        removable = RemovableHandle(self.handle.hooks)
+        self.handle.hooks[removable.id] = hook
+        return removable
+
+    def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
+        """Not supported: a shard's gradient does not travel through autograd.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            f"{self.handle.name}: register_hook would never be called, because the gradient of a sharded weight is "
+            "reduced outside autograd. Use register_post_accumulate_grad_hook, which may change weight.grad in place"
+        )
+
+    def set_grad(self, grad: torch.Tensor) -> None:
+        """`weight.grad = grad`: a local tensor of the shard's shape; padding rows are cleared."""
+        with _plain():
+            wrapped = ShardGrad.wrap(grad, self.handle.layout, self.group)
+            if tuple(grad.shape) == self.handle.layout.shard_shape and self._has_padding():
+                wrapped[self.handle.layout.valid_rows :].zero_()
+            self.grad = wrapped
+
+    def set_data(self, data: torch.Tensor) -> None:
+        """`weight.data = data`: re-points the shard's storage. Shape, dtype and device type must stay.
+
+        Raises:
+            GTPValueError: they differ.
+        """
+        with _plain():
+            have, given = (tuple(self.shape), self.dtype, self.device.type), (tuple(data.shape), data.dtype, data.device.type)
+            if have != given:
+                raise GTPValueError(
+                    f"{self.handle.name}: .data of a sharded weight must keep shape, dtype and device type {have}, got "
+                    f"{given}. Convert or move the model before gtp.shard_model; GTPConfig(param_dtype=...) changes the "
+                    "dtype that GEMMs compute in"
+                )
+            self.handle.runtime.before_write(self.handle.group)
+            self.data = data.as_subclass(torch.Tensor)
+        self._look_at_storage()
+
+    def clear_padding(self) -> None:
+        """Zeroes the rows of the shard that no logical row maps to, after somebody wrote the shard."""
+        if self._has_padding():
+            with _plain(), torch.no_grad():
+                self.detach()[self.handle.layout.valid_rows :].zero_()
+
+    def _has_padding(self) -> bool:
+        return self.handle.layout.valid_rows != self.handle.layout.shard_rows
+
+    def _look_at_storage(self) -> None:
+        member = self.handle.member
+        copied = member.send is not member.shard
+        member.shard = self.plain_shard()
+        if not copied:
+            member.send = member.shard
+
+    def _materialize(self, phase: Phase) -> torch.Tensor | Sequence[torch.Tensor]:
+        handle = self.handle
+        require_leader(self)
+        full = handle.runtime.materialize(handle.group, phase)
+        # Transformer Engine decides by the full tensor whether a wgrad is wanted.
+        with _plain():
+            for member, tensor in zip(handle.group.members, full, strict=True):
+                owner = member.owner()
+                if owner is not None and owner.requires_grad:
+                    tensor.requires_grad_()
+        return full[0] if len(full) == 1 else full
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return dispatch(GTPWeight, func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        handle, layout = self.handle, self.handle.layout
+        with _plain():
+            dtype, device = self.dtype, self.device
+        start, stop = layout.row_range()
+        return (
+            f"GTPWeight({handle.name!r}, shard {layout.shard_shape} of {layout.logical_shape}, rows {start}:{stop}, "
+            f"rank {layout.rank} of {layout.group_size}, {dtype}, {device})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise UnsupportedError(
+            f"{self.handle.name}: a sharded weight is bound to its runtime and process group and cannot be copied. Copy the "
+            "plain model before gtp.shard_model and shard the copy, or copy values: weight.detach().clone() for the "
+            "shard, weight.full_tensor() for all of it"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            f"{self.handle.name}: a sharded weight holds a process group and cannot be pickled. Save model.state_dict() or "
+            "gtp.full_state_dict(model)"
+        )
