@@ -126,7 +126,7 @@ def _answer(worker: Worker, message: bytes) -> bytes:
         fn, args = pickle.loads(message)
         torch.manual_seed(0)
         return dumps(("ok", fn(*args)))
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - the boundary of a process: the parent raises it
         # the first frame is this function's: it says nothing to the reader
         frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
         text = "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))

@@ -123,7 +123,8 @@ def test_subgroups_are_made_once_and_none_outside(ranks: RankPools) -> None:
 
 @pytest.mark.parametrize("members", [(), (1, 0), (0, 0), (0, 2), (-1, 0)])
 def test_impossible_subgroup_is_refused(pool: RankPool, members: tuple[int, ...]) -> None:
-    assert pool.run(refusal_of, members) == [f"subgroup({members}): give ascending ranks between 0 and 1, each once"] * 2
+    refusal = f"subgroup({members}): give ascending ranks between 0 and 1, each once"
+    assert pool.run(refusal_of, members) == [refusal] * 2
 
 
 def test_failure_shows_the_traceback_and_where_the_others_wait(pool: RankPool) -> None:
