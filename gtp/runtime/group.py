@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import weakref
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from typing_extensions import Protocol
 
 
 class ShardOwner(Protocol):
@@ -59,7 +59,7 @@ class Member:
     trailing: tuple[int, ...]
     shard: torch.Tensor
     send: torch.Tensor
-    owner: weakref.ref[ShardOwner]
+    owner: Callable[[], ShardOwner | None]
 
     def padded_shape(self, size: int) -> tuple[int, ...]:
         """Shape of the gathered buffer over `size` ranks, tail padding included."""

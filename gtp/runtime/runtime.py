@@ -18,6 +18,7 @@ from gtp.config import GTPConfig
 from gtp.errors import GTPStateError, UnsupportedError
 from gtp.runtime.backward import BackwardTracker, in_backward
 from gtp.runtime.buffers import BufferPool
+from gtp.runtime.checked import CheckedTransport
 from gtp.runtime.group import WeightGroup
 from gtp.runtime.reduction import Reducer
 from gtp.runtime.replicated import ReplicatedGradients
@@ -40,8 +41,11 @@ class GTPRuntime:
     """
 
     def __init__(self, config: GTPConfig, transport: Transport, device: torch.device, transport_reason: str) -> None:
+        if config.debug:
+            transport = CheckedTransport(transport, config.debug_timeout)
         self.config = config
         self.device = device
+        self.report: Any = None  # `gtp.weights.report.ParameterReport`, a room below; print it
         self._transport = transport
         self._transport_reason = transport_reason
         self._groups: list[WeightGroup] = []
@@ -158,6 +162,8 @@ class GTPRuntime:
                 phase = Phase.RECOMPUTE
         else:
             self._ready()
+        if self.config.debug:
+            self._transport.agree(group.process_group, f"use {group.name} in {phase.name.lower()}")
         return self._gatherer.consume(group, phase, inside=backward or self._forward_depth > 0)
 
     def grad_buffer(self, group: WeightGroup, position: int) -> torch.Tensor:

@@ -30,6 +30,9 @@ class Transport(abc.ABC):
     name: str
     """Shown by `runtime.stats()`: "process_group", "copy_engine", ..."""
 
+    def agree(self, process_group: dist.ProcessGroup, what: str) -> None:
+        """Debug check that all ranks of a group are about to do `what`. Does nothing in a transport that is not checked."""
+
     def prepare(self, groups: Sequence[WeightGroup]) -> None:
         """Once, when the model is sharded, in the same order on all ranks; may be collective.
 

@@ -23,31 +23,26 @@ if TYPE_CHECKING:
 _plain = torch._C.DisableTorchFunctionSubclass
 
 # Getters that are views of the data as a matrix, so of the full weight.
-_MATRIX_VIEWS = frozenset("T mT H mH real imag".split())
+_MATRIX_VIEWS = frozenset(["T", "mT", "H", "mH", "real", "imag"])
 
 _METADATA = frozenset(
-    """size dim ndimension numel nelement stride storage_offset is_contiguous element_size data_ptr type_as
-    is_floating_point is_complex is_signed is_conj is_neg is_inference is_same_size get_device untyped_storage
-    storage_type _typed_storage storage requires_grad_ detach retain_grad is_shared is_pinned has_names names dense_dim sparse_dim
-    _is_view __hash__ __len__ is_tensor is_storage is_set_to _has_compatible_shallow_copy_type""".split()
+    ["size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_contiguous", "element_size", "data_ptr", "type_as", "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg", "is_inference", "is_same_size", "get_device", "untyped_storage", "storage_type", "_typed_storage", "storage", "requires_grad_", "detach", "retain_grad", "is_shared", "is_pinned", "has_names", "names", "dense_dim", "sparse_dim", "_is_view", "__hash__", "__len__", "is_tensor", "is_storage", "is_set_to", "_has_compatible_shallow_copy_type"]
 )
 
 # New tensors with the shard's metadata; nothing of its values.
 _FACTORIES = frozenset(
-    "zeros_like ones_like empty_like full_like rand_like randn_like new_empty new_zeros new_ones new_full".split()
+    ["zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_empty", "new_zeros", "new_ones", "new_full"]
 )
 
 _ELEMENTWISE = frozenset(
-    """add sub subtract mul multiply div divide true_divide rsub addcmul addcdiv lerp sqrt rsqrt square pow neg negative
-    sign abs absolute exp log reciprocal maximum minimum clamp clamp_min clamp_max where copy zero fill clone to float
-    half bfloat16 double masked_fill copysign nan_to_num cpu cuda contiguous""".split()
+    ["add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "rsub", "addcmul", "addcdiv", "lerp", "sqrt", "rsqrt", "square", "pow", "neg", "negative", "sign", "abs", "absolute", "exp", "log", "reciprocal", "maximum", "minimum", "clamp", "clamp_min", "clamp_max", "where", "copy", "zero", "fill", "clone", "to", "float", "half", "bfloat16", "double", "masked_fill", "copysign", "nan_to_num", "cpu", "cuda", "contiguous"]
 )
 
-_MULTI_TENSOR_REDUCTIONS = frozenset("_foreach_norm _foreach_max".split())
+_MULTI_TENSOR_REDUCTIONS = frozenset(["_foreach_norm", "_foreach_max"])
 
-_RANDOM_FILLS = frozenset("normal uniform random bernoulli cauchy exponential geometric log_normal erfinv".split())
+_RANDOM_FILLS = frozenset(["normal", "uniform", "random", "bernoulli", "cauchy", "exponential", "geometric", "log_normal", "erfinv"])
 
-_MOVES = frozenset("to cpu cuda".split())
+_MOVES = frozenset(["to", "cpu", "cuda"])
 
 
 def dispatch(kind: type, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,7 +109,7 @@ def _check_elementwise(name: str, args: tuple[Any, ...], kwargs: dict[str, Any],
     for tensor in _tensors_in((*args, *kwargs.values())):
         with _plain():
             shape, count = tuple(tensor.shape), tensor.numel()
-        if count == 1 and len(shape) == 0 or shape == shard_shape:
+        if (count == 1 and len(shape) == 0) or shape == shard_shape:
             continue
         hint = (
             "That is the logical shape: make the optimizer (and its state) after gtp.shard_model; "

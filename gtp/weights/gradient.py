@@ -15,7 +15,7 @@ _plain = torch._C.DisableTorchFunctionSubclass
 
 _NORMS = {torch.linalg.vector_norm, torch.norm, torch.Tensor.norm}
 _REDUCTIONS = frozenset(
-    "sum mean std var prod max min amax amin argmax argmin median logsumexp dot vdot inner all any count_nonzero".split()
+    ["sum", "mean", "std", "var", "prod", "max", "min", "amax", "amin", "argmax", "argmin", "median", "logsumexp", "dot", "vdot", "inner", "all", "any", "count_nonzero"]
 )
 
 

@@ -1,0 +1,41 @@
+"""gtp: Generalized Tensor Parallelism for PyTorch. Every weight is stored as one shard per rank and gathered just in time."""
+
+from gtp.config import GTPConfig
+from gtp.errors import (
+    DesyncError,
+    GTPError,
+    GTPStateError,
+    GTPValueError,
+    MissingExtraError,
+    ProtocolError,
+    UnsupportedError,
+)
+from gtp.optim.clip import clip_grad_norm_, grad_norm
+from gtp.protocol import DistributedWeight, Outcome
+from gtp.runtime.runtime import GTPRuntime
+from gtp.weights.full import full_weights
+from gtp.weights.layout import ShardLayout
+from gtp.weights.parameter import GTPWeight
+from gtp.weights.shard import shard_model
+
+__all__ = [
+    "DesyncError",
+    "DistributedWeight",
+    "GTPConfig",
+    "GTPError",
+    "GTPRuntime",
+    "GTPStateError",
+    "GTPValueError",
+    "GTPWeight",
+    "MissingExtraError",
+    "Outcome",
+    "ProtocolError",
+    "ShardLayout",
+    "UnsupportedError",
+    "clip_grad_norm_",
+    "full_weights",
+    "grad_norm",
+    "shard_model",
+]
+
+__version__ = "0.1.0"

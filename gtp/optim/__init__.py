@@ -1,0 +1,1 @@
+"""Gradient clipping and optimizers that need more than this rank's rows."""

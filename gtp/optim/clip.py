@@ -1,0 +1,86 @@
+"""The gradient norm of a whole sharded model, and clipping by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from gtp.errors import GTPValueError
+from gtp.weights.gradient import global_power_sums, root
+from gtp.weights.parameter import GTPWeight
+
+_plain = torch._C.DisableTorchFunctionSubclass
+
+
+@torch.no_grad()
+def grad_norm(
+    parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2.0
+) -> torch.Tensor:
+    """The norm of all gradients as one vector, over the whole model. Collective: one all-reduce per GTP group.
+
+    Sharded gradients count with all ranks' rows and without padding; each replicated one once. `main_grad` is used where
+    a weight has one.
+
+    Args:
+        parameters: Parameters, sharded or not; those without gradient are skipped.
+        norm_type: p of the p-norm; `float("inf")` for the largest element.
+
+    Returns:
+        0-d fp32 (fp64 if a gradient is), the same on all ranks.
+    """
+    order = float(norm_type)
+    if order <= 0:
+        raise GTPValueError(f"norm_type must be above 0, got {norm_type!r}")
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    sharded, whole = [], []
+    for parameter in listed:
+        grad = local_grad(parameter)
+        if grad is None:
+            continue
+        if isinstance(parameter, GTPWeight):
+            sharded.append((grad[: parameter.layout.valid_rows], parameter.group))
+        else:
+            whole.append(grad)
+    if not sharded and not whole:
+        return torch.zeros(())
+    device = sharded[0][0].device if sharded else whole[0].device
+    sums = global_power_sums(sharded, order, device)
+    for grad in whole:
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(grad, order, dtype=wide).to(device)
+        sums.append(norm if order == float("inf") else norm**order)
+    stacked = torch.stack([s.to(torch.promote_types(s.dtype, torch.float32)) for s in sums])
+    return root(stacked.max() if order == float("inf") else stacked.sum(), order)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
+    """Scales gradients in place so that their norm over the whole model is at most `max_norm`. Collective.
+
+    As `torch.nn.utils.clip_grad_norm_`, which is right on sharded models too but makes one all-reduce per weight.
+
+    Returns:
+        The norm before clipping, see `grad_norm`.
+    """
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    norm = grad_norm(listed, norm_type)
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for parameter in listed:
+        grad = local_grad(parameter)
+        if grad is not None:
+            grad.mul_(scale.to(device=grad.device, dtype=grad.dtype))
+    return norm
+
+
+def local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """This rank's gradient as a plain tensor that shares its storage: `main_grad` if there is one, else `.grad`."""
+    if isinstance(parameter, GTPWeight):
+        target = getattr(parameter, "main_grad", None)
+        if target is not None:
+            return torch.Tensor.view(target, parameter.layout.shard_shape)
+    with _plain():
+        grad = parameter.grad
+        return None if grad is None else grad.detach().as_subclass(torch.Tensor)

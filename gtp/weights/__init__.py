@@ -1,0 +1,1 @@
+"""Sharded parameters: layout arithmetic, `GTPWeight`, its gradient, and `shard_model`."""

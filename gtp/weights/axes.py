@@ -1,0 +1,80 @@
+"""`Axes`: the process groups a weight is sharded and replicated over, from what users hand to `shard_model`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Union
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from gtp.errors import GTPValueError
+
+GroupOrMesh = Union[dist.ProcessGroup, DeviceMesh]
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """Where a weight lives.
+
+    Attributes:
+        gtp: The group that its rows are split over.
+        replicate: The group over which each shard is held alike, or None.
+    """
+
+    gtp: dist.ProcessGroup
+    replicate: dist.ProcessGroup | None = None
+
+    @property
+    def all(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups that a replicated parameter's gradient is reduced over. Groups of one are left out."""
+        groups = (self.gtp,) if self.replicate is None else (self.gtp, self.replicate)
+        return tuple(group for group in groups if group.size() > 1)
+
+    @staticmethod
+    def of(group_or_mesh: GroupOrMesh) -> Axes:
+        """Validates a process group, a 1-d mesh (gtp) or a 2-d mesh (replicate, gtp).
+
+        Raises:
+            GTPValueError: torch.distributed is not initialized, this rank is not in the group, or it is something else.
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            raise GTPValueError(
+                "gtp.shard_model needs an initialized process group: call torch.distributed.init_process_group() (torchrun "
+                "sets the environment it reads), then pass torch.distributed.group.WORLD, a subgroup or a DeviceMesh"
+            )
+        if isinstance(group_or_mesh, DeviceMesh):
+            mesh = group_or_mesh
+            if mesh.get_coordinate() is None:
+                raise GTPValueError(f"rank {dist.get_rank()} is not in {mesh}: shard on the ranks of the mesh only")
+            if mesh.ndim == 1:
+                return Axes(mesh.get_group())
+            if mesh.ndim == 2:
+                return Axes(mesh.get_group(1), mesh.get_group(0))
+            raise GTPValueError(
+                f"gtp takes a 1-d mesh (gtp) or a 2-d mesh (replicate, gtp), got {mesh.ndim} dims: {mesh}. Slice it, "
+                "as in mesh['replicate', 'gtp']"
+            )
+        if group_or_mesh is dist.GroupMember.NON_GROUP_MEMBER:
+            raise GTPValueError(
+                f"rank {dist.get_rank()} is not in the group it was given: torch.distributed.new_group returns a "
+                "placeholder on ranks outside; call gtp.shard_model on the members only, each with its own group"
+            )
+        if not isinstance(group_or_mesh, dist.ProcessGroup):
+            raise GTPValueError(
+                f"gtp.shard_model takes a ProcessGroup or a DeviceMesh, got {type(group_or_mesh).__name__}: "
+                f"{group_or_mesh!r}. For all ranks pass torch.distributed.group.WORLD"
+            )
+        if dist.get_rank(group_or_mesh) < 0:
+            raise GTPValueError(f"rank {dist.get_rank()} is not in the given group; shard on its members only")
+        return Axes(group_or_mesh)
+
+
+def broadcast_first(tensor: torch.Tensor, axes: Axes) -> None:
+    """Puts the first rank's values into `tensor` on all ranks of both axes. Collective."""
+    contiguous = tensor.contiguous()
+    for process_group in reversed(axes.all):
+        dist.broadcast(contiguous, src=dist.get_global_rank(process_group, 0), group=process_group)
+    if contiguous is not tensor:
+        tensor.copy_(contiguous)

@@ -1,0 +1,86 @@
+"""`ParameterReport`: what is sharded, what is not, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from gtp.weights.layout import ShardLayout
+from gtp.weights.selection import Choice
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterLine:
+    """One parameter of the model.
+
+    Attributes:
+        name: First fully qualified name; `tied` has the others.
+        shape: Logical shape.
+        sharded: Whether this rank holds its rows only.
+        ranks: Ranks that its rows are split over; 1 if replicated.
+        local_bytes: Bytes on this rank, padding included.
+        reason: Why it was sharded or not.
+    """
+
+    name: str
+    tied: tuple[str, ...]
+    shape: tuple[int, ...]
+    sharded: bool
+    ranks: int
+    local_bytes: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterReport:
+    """All parameters of a sharded model, in order of registration."""
+
+    lines: tuple[ParameterLine, ...]
+
+    @staticmethod
+    def of(choices: Sequence[Choice], layouts: Mapping[str, ShardLayout]) -> ParameterReport:
+        """From the selection that `shard_model` made."""
+        lines = []
+        for choice in choices:
+            layout = layouts.get(choice.name)
+            shape = layout.logical_shape if layout else tuple(choice.parameter.shape)
+            local = layout.shard_shape if layout else shape
+            lines.append(
+                ParameterLine(
+                    choice.name,
+                    tuple(choice.names[1:]),
+                    shape,
+                    choice.sharded,
+                    layout.group_size if layout else 1,
+                    math.prod(local) * choice.parameter.dtype.itemsize,
+                    choice.reason,
+                )
+            )
+        return ParameterReport(tuple(lines))
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the whole model, each once, without padding."""
+        return sum(math.prod(line.shape) for line in self.lines)
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of parameters on this rank."""
+        return sum(line.local_bytes for line in self.lines)
+
+    def summary(self) -> str:
+        """One line for a log."""
+        sharded = [line for line in self.lines if line.sharded]
+        return (
+            f"{len(sharded)} of {len(self.lines)} parameters sharded, {self.num_parameters:,} elements in all, "
+            f"{self.local_bytes / 2**20:.1f} MiB on this rank"
+        )
+
+    def __str__(self) -> str:
+        width = max((len(line.name) for line in self.lines), default=0)
+        rows = [
+            f"{line.name:<{width}}  {'1/' + str(line.ranks) if line.sharded else 'whole':>6}  {line.shape!s:>16}  {line.reason}"
+            for line in self.lines
+        ]
+        return "\n".join([*rows, self.summary()])

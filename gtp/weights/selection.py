@@ -1,0 +1,256 @@
+"""Which parameters of a model are sharded, over which axes, in which groups. No collective, no tensor is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+
+from gtp.errors import GTPStateError, GTPValueError
+from gtp.protocol import is_distributed_weight
+from gtp.weights.axes import Axes, GroupOrMesh
+
+
+@dataclasses.dataclass
+class Choice:
+    """What happens to one parameter object.
+
+    Attributes:
+        names: Its fully qualified names; several where it is tied. The first is the one used in messages.
+        owner: The module that holds it under the first name, and `attribute`, the name there.
+        sharded: Whether its rows are split.
+        reason: Why, for `GTPRuntime.report`.
+        axes: Its groups.
+    """
+
+    names: list[str]
+    owner: nn.Module
+    attribute: str
+    parameter: nn.Parameter
+    sharded: bool
+    reason: str
+    axes: Axes
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+@dataclasses.dataclass
+class Selection:
+    """Choices in order of registration, and the sharded ones in the groups that are gathered together."""
+
+    choices: list[Choice]
+    groups: list[list[Choice]]
+
+
+def select(
+    model: nn.Module,
+    axes: GroupOrMesh | Mapping[str, GroupOrMesh],
+    *,
+    include: Sequence[str] | str | None,
+    exclude: Sequence[str] | str | None,
+    min_numel: int,
+) -> Selection:
+    """Decides for every parameter of `model`.
+
+    Raises:
+        GTPValueError: a pattern matches nothing, nothing is left to shard, or a chosen parameter cannot be sharded.
+        GTPStateError: the model was sharded already.
+    """
+    sites = _sites(model)
+    _refuse_sharded(sites)
+    names = [name for names, *_ in sites for name in names]
+    included, excluded = _patterns(include, "include", names), _patterns(exclude, "exclude", names)
+    axes_of = _axes_lookup(axes, names)
+    choices = [
+        _choose(names, owner, attribute, parameter, included, excluded, min_numel, axes_of(names))
+        for names, owner, attribute, parameter in sites
+    ]
+    if not any(choice.sharded for choice in choices):
+        tried = "\n  ".join(f"{c.name}: {c.reason}" for c in choices) or "(the model has no parameters)"
+        raise GTPValueError(
+            "gtp.shard_model found nothing to shard. By default it takes the weights of nn.Linear and nn.Embedding modules; "
+            f"name others with include=. Parameters and why not:\n  {tried}"
+        )
+    return Selection(choices, _grouped(model, choices))
+
+
+def _sites(model: nn.Module) -> list[tuple[list[str], nn.Module, str, nn.Parameter]]:
+    """Each parameter object once, in order of registration, with all its names and its first place."""
+    found: dict[int, tuple[list[str], nn.Module, str, nn.Parameter]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                found.setdefault(id(parameter), ([], module, attribute, parameter))[0].append(name)
+    return list(found.values())
+
+
+def _refuse_sharded(sites: list[tuple[list[str], nn.Module, str, nn.Parameter]]) -> None:
+    for names, _, _, parameter in sites:
+        if is_distributed_weight(parameter):
+            raise GTPStateError(
+                f"{names[0]} is sharded already. Shard a model once, from its root; give different axes to different "
+                "weights with a mapping from name pattern to group"
+            )
+        kind = type(parameter).__name__
+        if kind in ("DTensor", "FlatParameter") or hasattr(parameter, "_fsdp_param") or hasattr(parameter, "placements"):
+            raise GTPValueError(
+                f"{names[0]} is a {kind}: it is distributed by another library (FSDP, tensor parallel DTensor). gtp shards "
+                "plain parameters; apply gtp.shard_model to the plain model, and a mesh (replicate, gtp) for more ranks"
+            )
+
+
+def _patterns(patterns: Sequence[str] | str | None, argument: str, names: list[str]) -> list[str] | None:
+    if patterns is None:
+        return None
+    listed = [patterns] if isinstance(patterns, str) else list(patterns)
+    for pattern in listed:
+        if not isinstance(pattern, str):
+            raise GTPValueError(f"{argument} takes name patterns (strings), got {pattern!r}")
+        _require_match(pattern, argument, names)
+    return listed
+
+
+def _require_match(pattern: str, argument: str, names: list[str]) -> None:
+    if any(fnmatch.fnmatchcase(name, pattern) for name in names):
+        return
+    bare = pattern.replace("*", "")
+    near = difflib.get_close_matches(bare, names, n=3, cutoff=0.3) or names[:3]
+    raise GTPValueError(
+        f"{argument} pattern {pattern!r} matches no parameter. Near names: {', '.join(near)}. Patterns are matched against "
+        "the whole name ('*' crosses dots); list all with [n for n, _ in model.named_parameters()]"
+    )
+
+
+def _axes_lookup(axes: GroupOrMesh | Mapping[str, GroupOrMesh], names: list[str]) -> _AxesLookup:
+    if not isinstance(axes, Mapping):
+        return _AxesLookup([("*", Axes.of(axes))])
+    if not axes:
+        raise GTPValueError("the mapping from name pattern to group is empty: give at least {'*': group}")
+    for pattern in axes:
+        if not isinstance(pattern, str):
+            raise GTPValueError(f"the mapping from name pattern to group has a key that is no string: {pattern!r}")
+        if pattern != "*":
+            _require_match(pattern, "group mapping", names)
+    return _AxesLookup([(pattern, Axes.of(value)) for pattern, value in axes.items()])
+
+
+class _AxesLookup:
+    """First pattern that matches wins. Each parameter needs one: its gradient is reduced over these axes."""
+
+    def __init__(self, entries: list[tuple[str, Axes]]) -> None:
+        self._entries = entries
+
+    def __call__(self, names: list[str]) -> Axes:
+        for pattern, axes in self._entries:
+            if any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                return axes
+        patterns = ", ".join(repr(p) for p, _ in self._entries)
+        raise GTPValueError(
+            f"{names[0]} matches none of the group mapping's patterns ({patterns}). Every parameter's gradient is reduced over "
+            "some group; add a last entry '*' with the group of all data-parallel ranks"
+        )
+
+
+def _choose(
+    names: list[str],
+    owner: nn.Module,
+    attribute: str,
+    parameter: nn.Parameter,
+    included: list[str] | None,
+    excluded: list[str] | None,
+    min_numel: int,
+    axes: Axes,
+) -> Choice:
+    def choice(sharded: bool, reason: str) -> Choice:
+        return Choice(names, owner, attribute, parameter, sharded, reason, axes)
+
+    if excluded is not None and _matches(names, excluded):
+        return choice(False, "excluded by name")
+    asked = included is not None and _matches(names, included)
+    if included is not None and not asked:
+        return choice(False, "not named by include")
+    if asked:
+        _require_shardable(names[0], parameter)
+    else:
+        default, reason = _by_default(owner, attribute, parameter)
+        if not default:
+            return choice(False, reason)
+    if parameter.numel() < min_numel:
+        return choice(False, f"{parameter.numel()} elements, below min_numel={min_numel}")
+    return choice(True, "named by include" if asked else f"weight of {type(owner).__name__}")
+
+
+def _matches(names: list[str], patterns: list[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+def _by_default(owner: nn.Module, attribute: str, parameter: nn.Parameter) -> tuple[bool, str]:
+    kind = type(owner).__name__
+    grouped = any(attribute in group for group in weight_groups_of(owner))
+    if not grouped and not (attribute == "weight" and isinstance(owner, (nn.Linear, nn.Embedding))):
+        return False, f"{attribute} of {kind} is not the weight of a Linear or Embedding"
+    if isinstance(owner, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return False, "nn.MultiheadAttention passes it to a fused function that gtp does not serve"
+    if not parameter.is_floating_point():
+        return False, f"{parameter.dtype} is not a floating point dtype"
+    if parameter.dim() < 1 or parameter.numel() == 0:
+        return False, f"shape {tuple(parameter.shape)} has no rows to split"
+    return True, ""
+
+
+def _require_shardable(name: str, parameter: nn.Parameter) -> None:
+    if not parameter.is_floating_point():
+        raise GTPValueError(f"{name}: only floating point weights can be sharded, got {parameter.dtype}; leave it out of include")
+    if parameter.dim() < 1 or parameter.numel() == 0:
+        raise GTPValueError(
+            f"{name}: a weight is sharded along its rows (dim 0), and shape {tuple(parameter.shape)} has none; "
+            "leave it out of include, it stays replicated"
+        )
+    if parameter.is_inference():
+        raise GTPValueError(f"{name}: it was made under torch.inference_mode and can never be trained; build the model outside")
+
+
+def weight_groups_of(module: nn.Module) -> list[list[str]]:
+    """The parameter names of `module` that its op uses together, from its method `weight_groups()`, if it has one."""
+    method = getattr(module, "weight_groups", None)
+    return [list(group) for group in method()] if callable(method) else []
+
+
+def _grouped(model: nn.Module, choices: list[Choice]) -> list[list[Choice]]:
+    """Sharded choices, in the groups that modules declare; every other weight is a group of its own."""
+    by_parameter = {id(choice.parameter): choice for choice in choices if choice.sharded}
+    groups: list[list[Choice]] = []
+    placed: set[int] = set()
+    for group in _declared(model):
+        members = [by_parameter[id(p)] for p in group if id(p) in by_parameter]
+        if len(members) not in (0, len(group)) or len({(m.axes, m.parameter.dtype) for m in members}) > 1:
+            raise GTPValueError(
+                f"{members[0].name}: its module uses {len(group)} weights as one group, and they must be sharded together, over "
+                "the same axes, in one dtype; make include, exclude and the group mapping treat them alike"
+            )
+        if members and not placed.intersection(id(m.parameter) for m in members):
+            groups.append(members)
+            placed.update(id(m.parameter) for m in members)
+    leaders = {id(members[0].parameter): members for members in groups}
+    ordered: list[list[Choice]] = []
+    for choice in choices:
+        if id(choice.parameter) in leaders:
+            ordered.append(leaders[id(choice.parameter)])
+        elif choice.sharded and id(choice.parameter) not in placed:
+            ordered.append([choice])
+    return ordered
+
+
+def _declared(model: nn.Module) -> Iterator[list[nn.Parameter]]:
+    for module in model.modules():
+        for names in weight_groups_of(module):
+            parameters = [module._parameters.get(name) for name in names]
+            if all(p is not None for p in parameters):
+                yield [p for p in parameters if p is not None]
+
