@@ -1,9 +1,9 @@
 """Tools that make races and order visible, used inside a rank: late, logged and delayed collectives.
 
 They replace the entry points of `torch.distributed` as module attributes for as long as a `with` block lasts, so they
-see code that calls `torch.distributed.all_reduce(...)` or `dist.all_reduce(...)`, and not code that imported the function
-itself before. They nest, and they follow async collectives issued inside torch's coalescing manager, which complete at
-the manager's `wait`.
+see code that calls `torch.distributed.all_reduce(...)` or `dist.all_reduce(...)`, and not code that imported the
+function itself before. They nest, and they follow async collectives issued inside torch's coalescing manager, which
+complete at the manager's `wait`.
 
 CPU runs hide races, since gloo has most often ended before anybody looks: `late_collectives` is what makes a test of
 overlap mean something there.
@@ -134,11 +134,11 @@ def _replaced(kinds: Collection[str], handler: Callable[[_Call], Any]) -> Iterat
 @contextmanager
 def _manager_hooks(on_exit: Callable[[Any], None], after_wait: Callable[[Any], None]) -> Iterator[None]:
     """Calls `on_exit(manager)` when an async coalescing block ends, and `after_wait(manager)` at the end of `wait`."""
-    cls = c10d._CoalescingManager
+    cls: Any = c10d._CoalescingManager
     real_append, real_wait = cls.append, cls.wait
 
     def append(self: Any, work: dist.Work | None = None) -> None:
-        real_append(self, work)  # type: ignore[no-untyped-call]
+        real_append(self, work)
         on_exit(self)
 
     def wait(self: Any) -> None:
@@ -289,7 +289,7 @@ class CollectiveRecord:
 
     Attributes:
         event: "start", "wait" (the wait of an async one has returned), or "mark".
-        kind: Name of the entry point; of a mark: its text. The wait of a coalesced block is one event, of its first call.
+        kind: Name of the entry point; of a mark: its text. The wait of a coalesced block is one event, of its first kind.
         shape: Shape of the output on this rank; of a list, of its first tensor.
         input_shape: Shape of the input on this rank.
         dtype: Dtype of the input, hence of the wire.

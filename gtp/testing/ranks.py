@@ -18,9 +18,9 @@ come back pickled; tensors arrive on the CPU, detached. Ranks on a machine with 
 device; gloo serves CUDA tensors too.
 
 A failure on any rank raises `RankFailure` with each failing rank's traceback; ranks that have not answered a few
-seconds later (most often: they wait in a collective for the failed one) are shown with their Python stacks. When no rank
-fails but one does not answer in time, `RankTimeout` shows every such rank's stacks. Either way the pool's processes are
-killed, since their process group may be out of step, and the next `run` starts fresh ones.
+seconds later (most often: they wait in a collective for the failed one) are shown with their Python stacks. When no
+rank fails but one does not answer in time, `RankTimeout` shows every such rank's stacks. Either way the pool's
+processes are killed, since their process group may be out of step, and the next `run` starts fresh ones.
 
 `GTP_TEST_RANK_LOG=1` (with `pytest -s`) lets ranks print to the terminal as they go; otherwise what they print is shown
 when they fail.
