@@ -34,6 +34,8 @@ _CONTAINER_CALLS = {
     "dict", "list", "set", "bytearray", "defaultdict", "OrderedDict", "Counter", "deque", "count",
     "WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "ContextVar", "local",
 }  # fmt: skip
+# what these return cannot change, or (loggers) is the process's own affair
+_CONSTANT_CALLS = {"frozenset", "tuple", "device", "getLogger", "NewType", "ParamSpec", "TypeVar"}
 _CACHES = {"cache", "lru_cache"}
 
 
@@ -127,7 +129,8 @@ def _assigned_state(body: list[ast.stmt], *, calls: bool) -> Iterator[str]:
             continue
         value = node.value
         mutable = isinstance(value, _CONTAINERS) or (
-            isinstance(value, ast.Call) and (calls or _name(value) in _CONTAINER_CALLS)
+            isinstance(value, ast.Call)
+            and (_name(value) not in _CONSTANT_CALLS if calls else _name(value) in _CONTAINER_CALLS)
         )
         if mutable:
             text = f"{', '.join(names)} = {ast.unparse(value)[:60]}"

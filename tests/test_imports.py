@@ -122,6 +122,7 @@ def test_new_room_needs_a_place(tmp_path: Path) -> None:
         ("class A:\n    live: ClassVar[dict[str, int]] = defaultdict(int)\n", True),
         ("__all__ = ['f']\n", False),
         ("KINDS = ('a', 'b')\n", False),
+        ("NAMES = frozenset(['a'])\n", False),
         ("LOG: Final = logging.getLogger(__name__)\n", False),
         ("Name = Literal['a', 'b']\nLIMIT = 3\n", False),
         ("class A:\n    members: list[int] = field(default_factory=list)\n", False),
