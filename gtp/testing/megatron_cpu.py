@@ -1,0 +1,166 @@
+"""`megatron_on_cpu`: what Megatron-Core needs so that it runs on CPU ranks with gloo. Never used where a GPU is.
+
+Megatron-Core asks CUDA for its device, its streams and its random state at fixed places. Inside the context manager
+these answer for the CPU, and tensors that Megatron makes "on cuda" are made on the CPU. Nothing else of Megatron is
+changed: its layers, its DistributedDataParallel, its optimizers, its schedules and its checkpoints are the real ones.
+
+| Megatron asks | it gets |
+|---|---|
+| `torch.cuda.current_device()` | the CPU device |
+| `device="cuda"` in a tensor factory, `.cuda()`, `.to("cuda")` | the CPU |
+| `torch.cuda.current_stream()`, `Stream`, `Event`, `stream(...)` | objects whose waits and records do nothing: a CPU call has ended when it returns |
+| `torch.cuda.synchronize()`, `torch.cuda.empty_cache()` | nothing to do |
+| `torch.cuda.FloatTensor` and friends | the CPU tensor type of the same name |
+| `tensor.type()` | the name of the CUDA tensor type: its optimizers accept no other |
+| its tracker of CUDA random states | the same named states, kept for the CPU generator, so dropout and initialization draw what they would on one device |
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from gtp.errors import GTPStateError, MissingExtraError
+
+_CPU = torch.device("cpu")
+
+
+class _MadeOnCpu(TorchFunctionMode):
+    """Tensors asked for on CUDA are made on the CPU."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(args[0]).replace("torch.", "torch.cuda.")
+        if kwargs and "device" in kwargs and _names_cuda(kwargs["device"]):
+            kwargs = {**kwargs, "device": _CPU}
+        if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
+            args = (args[0], _CPU, *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+def _names_cuda(device: object) -> bool:
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+
+
+class _Stream:
+    """A stream of a device on which every call has ended when it returns."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        self.device = _CPU
+
+    def wait_event(self, event: object) -> None: ...
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def record_event(self, event: object = None) -> _Event:
+        return event if isinstance(event, _Event) else _Event()
+
+    def synchronize(self) -> None: ...
+
+
+class _Event:
+    """An event that is past as soon as it is recorded."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def record(self, stream: object = None) -> None: ...
+
+    def wait(self, stream: object = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: object) -> float:
+        return 0.0
+
+
+def _tracker_add(tracker: Any, name: str, seed: int) -> None:
+    """`CudaRNGStatesTracker.add` for the CPU generator."""
+    if seed in tracker.seeds_ or name in tracker.states_:
+        raise GTPStateError(f"random state {name!r} with seed {seed}: the name or the seed was added before")
+    tracker._is_initialized = True
+    tracker.seeds_.add(seed)
+    tracker.states_[name] = torch.Generator().manual_seed(seed).get_state()
+
+
+@contextlib.contextmanager
+def _tracker_fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
+    """`CudaRNGStatesTracker.fork` for the CPU generator: draws inside come from, and advance, the named state."""
+    if name not in tracker.states_:
+        raise GTPStateError(
+            f"random state {name!r} was not added: call megatron.core.tensor_parallel.model_parallel_cuda_manual_seed "
+            "after initialize_model_parallel"
+        )
+    outside = torch.get_rng_state()
+    torch.set_rng_state(tracker.states_[name])
+    try:
+        yield
+    finally:
+        tracker.states_[name] = torch.get_rng_state()
+        torch.set_rng_state(outside)
+
+
+@contextlib.contextmanager
+def megatron_on_cpu() -> Iterator[None]:
+    """Within it, Megatron-Core builds, trains and saves models on CPU ranks. See the module's table.
+
+    Enter it before the first Megatron call of the process that touches a device, and leave it after the last.
+
+    Raises:
+        GTPStateError: a GPU is there. Run Megatron on it, or hide it with CUDA_VISIBLE_DEVICES="".
+        MissingExtraError: megatron-core is not installed.
+    """
+    if torch.cuda.is_available():
+        raise GTPStateError(
+            f"megatron_on_cpu was entered with {torch.cuda.device_count()} GPU(s) visible. It is for machines "
+            'without one: leave it out, or set CUDA_VISIBLE_DEVICES="" before the process starts'
+        )
+    try:
+        from megatron.core.tensor_parallel import random as megatron_random
+    except ImportError as error:
+        raise MissingExtraError("megatron_on_cpu needs megatron-core: pip install 'gtp[megatron]'") from error
+
+    stream = _Stream()
+    replacements: list[tuple[Any, str, Any]] = [
+        (torch.cuda, "current_device", lambda: _CPU),
+        (torch.cuda, "current_stream", lambda device=None: stream),
+        (torch.cuda, "default_stream", lambda device=None: stream),
+        (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
+        (torch.cuda, "Stream", _Stream),
+        (torch.cuda, "Event", _Event),
+        (torch.cuda, "synchronize", lambda device=None: None),
+        (torch.cuda, "empty_cache", lambda: None),
+        (torch.cuda, "manual_seed", lambda seed: None),
+        (torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state()),
+        (torch.cuda, "FloatTensor", torch.FloatTensor),
+        (torch.cuda, "IntTensor", torch.IntTensor),
+        (torch.cuda, "LongTensor", torch.LongTensor),
+        (megatron_random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
+        (megatron_random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state)),
+        (megatron_random.CudaRNGStatesTracker, "add", _tracker_add),
+        (megatron_random.CudaRNGStatesTracker, "fork", _tracker_fork),
+    ]
+    with contextlib.ExitStack() as undo:
+        for owner, name, value in replacements:
+            undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        undo.enter_context(_MadeOnCpu())
+        yield
