@@ -132,9 +132,10 @@ class GTPRuntime:
     def enter_forward(self) -> None:
         """A forward of the whole model begins. Nested calls and recomputed ones change nothing."""
         if self._forward_depth == 0 and not in_backward():
-            self._ready()
-            self.replicated.hook_trainable()
-            self._gatherer.open_line()
+            with torch.inference_mode(False), torch.no_grad():
+                self._ready()
+                self.replicated.hook_trainable()
+                self._gatherer.open_line()
         self._forward_depth += 1
 
     @torch.compiler.disable  # type: ignore[misc]
@@ -142,7 +143,8 @@ class GTPRuntime:
         """The forward has ended, by return or by exception. Without grad mode no backward follows: shards are free."""
         self._forward_depth = max(self._forward_depth - 1, 0)
         if self._forward_depth == 0 and not torch.is_grad_enabled() and not in_backward():
-            self._gatherer.close_line()
+            with torch.inference_mode(False), torch.no_grad():
+                self._gatherer.close_line()
 
     def before_write(self, group: WeightGroup) -> None:
         """A shard of `group` is about to be written in place."""
@@ -164,7 +166,12 @@ class GTPRuntime:
             self._ready()
         if self.config.debug:
             self._transport.agree(group.process_group, f"use {group.name} in {phase.name.lower()}")
-        return self._gatherer.consume(group, phase, inside=backward or self._forward_depth > 0)
+        inside = backward or self._forward_depth > 0
+        if torch.is_inference_mode_enabled():
+            # Pooled memory outlives the mode, and what is written through an inference tensor could not be reused.
+            with torch.inference_mode(False), torch.no_grad():
+                return self._gatherer.consume(group, phase, inside=inside)
+        return self._gatherer.consume(group, phase, inside=inside)
 
     def grad_buffer(self, group: WeightGroup, position: int) -> torch.Tensor:
         """Where the wgrad of one member goes, `[rows, *trailing]`."""
