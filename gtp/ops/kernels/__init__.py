@@ -1,0 +1,1 @@
+"""Triton kernels. Imported where they are used: `import gtp` needs torch only."""

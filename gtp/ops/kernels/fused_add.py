@@ -1,0 +1,141 @@
+"""`FusedAdd`: adds what all ranks sent for a shard, in fp32, in rank order, and rounds once. Few SMs, little host time.
+
+The kernel is bounded in SMs because it runs beside GEMMs: every SM it takes is one that a wave of the GEMM waits for.
+It is a persistent loop over `programs` programs of one SM's worth of threads each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gtp.errors import GTPStateError, MissingExtraError
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise MissingExtraError(
+        "gtp's copy-engine transport adds gradients with a Triton kernel, and the package triton is not installed: "
+        "pip install triton"
+    ) from error
+
+BLOCK = 16384  # elements per program and turn: 16 a thread, so two 16-byte loads in flight per bf16 contribution
+WARPS = 32
+
+
+@triton.jit
+def fused_add_kernel(  # type: ignore[no-untyped-def]
+    into,  # [count]: receives the result
+    own,  # [count]: this rank's contribution
+    received,  # [SIZE - 1, stride]: the other ranks' contributions, by rank
+    stride,  # elements between two ranks' contributions
+    count,  # elements to add
+    divisor,  # 1 for a sum
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    ACCUMULATE: tl.constexpr,  # whether `into` holds a value to add to
+    DIVIDE: tl.constexpr,
+    WIDE: tl.constexpr,  # tl.float32, or tl.float64
+    NARROW: tl.constexpr,  # whether WIDE is tl.float32
+    BLOCK: tl.constexpr,
+):
+    """into = (into if ACCUMULATE else 0) + (sum over ranks, in rank order) / divisor"""
+    step = tl.num_programs(0) * BLOCK
+    lane = tl.arange(0, BLOCK)
+    start = tl.program_id(0) * BLOCK
+    while start < count:
+        offsets = start + lane
+        mask = offsets < count
+        total = tl.zeros([BLOCK], WIDE)
+        for source in tl.static_range(SIZE):
+            if source == RANK:
+                part = tl.load(own + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
+            else:
+                place = received + (source - (source > RANK)) * stride
+                part = tl.load(place + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
+            # not zero plus the first: that would turn a negative zero into a positive one
+            total = part.to(WIDE) if source == 0 else total + part.to(WIDE)
+        if DIVIDE:
+            total = tl.div_rn(total, tl.full([BLOCK], divisor, tl.float32)) if NARROW else total / divisor
+        if ACCUMULATE:
+            total += tl.load(into + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(WIDE)
+        tl.store(into + offsets, total.to(into.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+        start += step
+
+
+class FusedAdd:
+    """Launches the kernel on raw addresses, for one rank of one group size.
+
+    [Note: launching without the front door] Triton's own launch looks at every argument to pick a specialization, which
+    costs more host time than the launch. All that it could find out is known here from dtypes and alignment, so the
+    first launch of each kind goes through the front door, and later ones use the compiled kernel that it returned.
+
+    Args:
+        rank, size: This rank and the number of contributions.
+        programs: Upper bound on the programs of one launch, and so on the SMs it occupies.
+        block, warps: Elements and warps of a program.
+    """
+
+    def __init__(self, rank: int, size: int, programs: int, *, block: int = BLOCK, warps: int = WARPS) -> None:
+        self._rank = rank
+        self._size = size
+        self._programs = programs
+        self._block = block
+        self._warps = warps
+        self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+    def __call__(
+        self,
+        into: torch.Tensor,
+        start: int,
+        own: int,
+        received: int,
+        stride: int,
+        count: int,
+        wire: torch.dtype,
+        divisor: int,
+        accumulate: bool,
+        stream: int,
+    ) -> None:
+        """Queues one addition on `stream`.
+
+        Args:
+            into: Contiguous; its elements `start` to `start + count` receive the result.
+            own: Address of this rank's contribution, `count` elements of dtype `wire`.
+            received: Address of the others', by rank, `stride` elements from one to the next.
+            divisor: What the sum is divided by.
+            accumulate: Whether the result is added to what `into` holds.
+
+        Raises:
+            GTPStateError: the first addition of its kind, during a graph capture: it would have to be compiled.
+        """
+        address = into.data_ptr() + start * into.element_size()
+        bytes_apart = stride * wire.itemsize
+        aligned = (address | own | received | bytes_apart) % 16 == 0 and (count | stride) % 16 == 0
+        key = (into.dtype, wire, divisor != 1, aligned, accumulate)
+        found = self._compiled.get(key)
+        if found is None:
+            self._compile(into, wire, divisor != 1, aligned)
+            found = self._compiled[key]
+        kernel, constants = found
+        programs = min(self._programs, -(-count // self._block))
+        kernel[(programs, 1, 1)](address, own, received, stride, count, float(divisor), *constants, stream=stream)
+
+    def _compile(self, into: torch.Tensor, wire: torch.dtype, divide: bool, aligned: bool) -> None:
+        """Both with and without accumulation: a step that is captured may need the one that warm-up did not."""
+        if torch.cuda.is_current_stream_capturing():
+            raise GTPStateError(
+                f"the gradient addition from {wire} into {into.dtype} has not run yet and cannot be compiled while a "
+                "CUDA graph is captured: run one full step, backward included, before the capture"
+            )
+        wide = tl.float64 if torch.float64 in (into.dtype, wire) else tl.float32
+        count = 32 if aligned else 31  # what the front door takes for a multiple of 16, or not
+        shift = 0 if aligned else 1
+        target = torch.zeros(2 * count, dtype=into.dtype, device=into.device)[shift:]
+        source = torch.zeros(2 * count * self._size, dtype=wire, device=into.device)[shift:]
+        for accumulate in (False, True):
+            constants = (self._rank, self._size, accumulate, divide, wide, wide == tl.float32, self._block)
+            kernel = fused_add_kernel[(1,)](target, source, source, count, count, 2.0, *constants, num_warps=WARPS)
+            self._compiled[into.dtype, wire, divide, aligned, accumulate] = (kernel, constants)
