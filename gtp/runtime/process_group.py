@@ -137,7 +137,9 @@ class ProcessGroupTransport(Transport):
         if count == 1:
             yield works
             return
-        with _coalescing_manager(group.process_group, device=self._device, async_ops=True) as manager:
+        # gloo coalesces what the manager collected, but refuses the start and end calls that `device` asks for
+        device = self._device if self._device.type == "cuda" else None
+        with _coalescing_manager(group.process_group, device=device, async_ops=True) as manager:
             yield works
         works[:] = [manager]
 
