@@ -117,18 +117,20 @@ class GTPRuntime:
     def attach(self, root: torch.nn.Module) -> None:
         """Brackets the forwards of `root`: within them weights are prefetched."""
 
+        # Dynamo must not trace the bookkeeping. Decorated here and not at import, which would load Dynamo for everybody.
+        enter, leave = torch.compiler.disable(self.enter_forward), torch.compiler.disable(self.exit_forward)
+
         def before(module: torch.nn.Module, args: Any) -> None:
-            self.enter_forward()
+            enter()
 
         def after(module: torch.nn.Module, args: Any, output: Any) -> None:
-            self.exit_forward()
+            leave()
 
         root.register_forward_pre_hook(before)
         root.register_forward_hook(after, always_call=True)
 
     # -- lines ---------------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable  # type: ignore[misc]  # torch leaves it untyped
     def enter_forward(self) -> None:
         """A forward of the whole model begins. Nested calls and recomputed ones change nothing."""
         if self._forward_depth == 0 and not in_backward():
@@ -138,7 +140,6 @@ class GTPRuntime:
                 self._gatherer.open_line()
         self._forward_depth += 1
 
-    @torch.compiler.disable  # type: ignore[misc]
     def exit_forward(self) -> None:
         """The forward has ended, by return or by exception. Without grad mode no backward follows: shards are free."""
         self._forward_depth = max(self._forward_depth - 1, 0)
