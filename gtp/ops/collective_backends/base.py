@@ -1,0 +1,99 @@
+"""`GemmBackend`: how activations move between the ranks of a tensor-parallel group beside the GEMM that needs them.
+
+Shapes are per rank. R is the group's size; the ranks' blocks of rows lie one after the other in rank order.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gtp.ops.collective_backends.agreement import Agreement
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Factor:
+    """The right-hand side of one product `gathered @ matrix + bias`.
+
+    Attributes:
+        matrix: `[K, N]`, any strides.
+        bias: `[N]`, or None. Added before the product is rounded.
+        out: `[M, N]`, any strides, where the product goes; None for fresh memory.
+    """
+
+    matrix: torch.Tensor
+    bias: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+
+
+class Gathering(abc.ABC):
+    """An all-gather of rows that has begun. Lives inside the `with` block of `GemmBackend.gather`."""
+
+    @abc.abstractmethod
+    def matmul(self, factors: Sequence[Factor]) -> list[torch.Tensor]:
+        """`gathered @ matrix + bias` per factor, `[M, N]`. At most once."""
+
+    @abc.abstractmethod
+    def full(self) -> torch.Tensor:
+        """The gathered rows `[M, K]`, to be read inside the `with` block only, in the order of the current stream."""
+
+
+class GemmBackend(abc.ABC):
+    """Moves activations of one tensor-parallel group. Modules of one model should share one: it owns the workspace.
+
+    All methods are collective: every rank of the group calls the same ones in the same order, with equal shapes.
+
+    Args:
+        process_group: The tensor-parallel group. None for one rank without a group.
+        debug: Compare every call with the other ranks' before it starts, through the job's store.
+    """
+
+    name: str
+    """What `tp_gemm_backend` calls it."""
+
+    takes_bias: bool = True
+    """Whether `Factor.bias` is served."""
+
+    gathers_under_matmul: bool
+    """Whether `Gathering.matmul` hides the gather, so that it is the first thing to do with gathered rows."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None, *, debug: bool = False) -> None:
+        self.process_group = process_group
+        self.rank: int = 0 if process_group is None else process_group.rank()
+        self.size: int = 1 if process_group is None else process_group.size()
+        self._agreement = None if process_group is None else Agreement(process_group, every_call=debug)
+
+    @abc.abstractmethod
+    def gather(self, rows: torch.Tensor) -> AbstractContextManager[Gathering]:
+        """Starts gathering every rank's rows.
+
+        Args:
+            rows: `[M/R, K]`, contiguous. Not written before the block ends.
+        """
+
+    @abc.abstractmethod
+    def matmul_reduce_scatter(self, products: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """This rank's rows of the sum over ranks and products of `a @ b`, `[M/R, N]`.
+
+        Args:
+            products: Pairs `a [M, K_i]`, `b [K_i, N]`, any strides; M is a multiple of R.
+        """
+
+    def agree(self, what: str) -> None:
+        """Raises on every rank if ranks are about to do different things. See `Agreement`."""
+        if self._agreement is not None:
+            self._agreement.check(what)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GemmBackend:
+        # a copied module talks over the same group; process groups and peer memory cannot be copied
+        return self
+
+    def __repr__(self) -> str:
+        group = "no group" if self.process_group is None else f"group {self.process_group.group_name}"
+        return f"{type(self).__name__}({group}, rank {self.rank} of {self.size})"

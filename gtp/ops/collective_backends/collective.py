@@ -1,0 +1,98 @@
+"""`CollectiveBackend`: a collective, then a GEMM. Runs on every device and process group, gloo too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from gtp.ops.collective_backends.base import Factor, Gathering, GemmBackend
+
+
+class CollectiveBackend(GemmBackend):
+    """The reference: what Megatron-style tensor parallelism does without fusion.
+
+    The gather starts when `gather` is called and is waited for by the first GEMM, so whatever the caller does in
+    between (materializing a weight) overlaps it. Sums over ranks are the process group's: NCCL and gloo add in the
+    tensors' dtype.
+    """
+
+    name = "collective"
+    gathers_under_matmul = False
+
+    @contextmanager
+    def gather(self, rows: torch.Tensor) -> Iterator[Gathering]:
+        gathering = self._start(rows)
+        yield gathering
+        gathering.full()  # nothing may stay in flight, even if nobody read it
+
+    def matmul_reduce_scatter(self, products: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        partial = sum_of_products(products)
+        rows = partial.shape[0] // self.size
+        self.agree(f"reduce-scatter {tuple(partial.shape)} {partial.dtype}")
+        out = partial.new_empty(rows, partial.shape[1])
+        if out.numel():
+            dist.reduce_scatter_tensor(out, partial, op=dist.ReduceOp.SUM, group=self.process_group)
+        return out
+
+    def _start(self, rows: torch.Tensor) -> _Gathering:
+        self.agree(f"gather {tuple(rows.shape)} {rows.dtype}")
+        full = rows.new_empty(self.size * rows.shape[0], rows.shape[1])
+        if not rows.numel():
+            return _Gathering(full, None)
+        return _Gathering(full, dist.all_gather_into_tensor(full, rows, group=self.process_group, async_op=True))
+
+
+class SingleRankBackend(GemmBackend):
+    """A group of one rank, or no group: the GEMM alone."""
+
+    name = "single_rank"
+    gathers_under_matmul = False
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    @contextmanager
+    def gather(self, rows: torch.Tensor) -> Iterator[Gathering]:
+        yield _Gathering(rows, None)
+
+    def matmul_reduce_scatter(self, products: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        return sum_of_products(products)
+
+
+class _Gathering(Gathering):
+    def __init__(self, full: torch.Tensor, work: dist.Work | None) -> None:
+        self._full = full
+        self._work = work
+
+    def matmul(self, factors: Sequence[Factor]) -> list[torch.Tensor]:
+        full = self.full()
+        return [multiply(full, factor.matrix, factor.bias, factor.out) for factor in factors]
+
+    def full(self) -> torch.Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._full
+
+
+def multiply(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`a @ b + bias`, rounded once, in one GEMM."""
+    if bias is None:
+        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+    return torch.addmm(bias, a, b) if out is None else torch.addmm(bias, a, b, out=out)
+
+
+def sum_of_products(
+    products: Sequence[tuple[torch.Tensor, torch.Tensor]], out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Sum of `a @ b`. Each product is added in the GEMM's accumulator; the running sum is rounded once per product."""
+    a, b = products[0]
+    total = multiply(a, b, out=out)
+    for a, b in products[1:]:
+        total.addmm_(a, b)
+    return total

@@ -1,0 +1,379 @@
+"""Linear layers of tensor parallelism with the sequence-parallel collective folded in.
+
+Legend. R ranks, this one r. M rows (tokens), K in features, N out features, all unsharded counts; a suffix says which
+of them is split over the ranks: `x_shard_m` is `[M/R, K]`, this rank's M/R rows; no suffix means all of it.
+
+                        AllGatherLinear                             LinearReduceScatter
+    x                   x_shard_m [M/R, K]                          x_shard_k [M, K/R]
+    weight, bias        w_shard_n [N/R, K], b_shard_n [N/R]         w_shard_k [N, K/R], b [N], equal on all ranks
+    forward             x = all-gather(x_shard_m)                   y_shard_m = b + reduce-scatter(
+                        y_shard_n = x w_shard_n^T + b_shard_n                       x_shard_k w_shard_k^T)
+    y                   y_shard_n [M, N/R]                          y_shard_m [M/R, N]
+    wgrad               x^T = all-gather(x_shard_k^T)               dy = all-gather(dy_shard_m), serves dgrad too
+                        dw_shard_n = dy_shard_n^T x                 dw_shard_k = dy^T x_shard_k
+    dgrad               dx_shard_m = reduce-scatter(                dx_shard_k = dy w_shard_k
+                                     dy_shard_n w_shard_n)
+    bias gradient       sum of rows of dy_shard_n: no collective    sum of rows of dy: no collective, whole on all ranks
+    saved               w_shard_n, x_shard_k^T [K/R, M]             w_shard_k, x_shard_k
+    collectives         forward 1; backward 1 for wgrad,            forward 1; backward 1
+                        1 for dgrad
+
+Sums over ranks are sums, never means. A weight's gradient is a sum over M in one GEMM's accumulator (fp32 for bf16).
+
+[Note: the saved slice] AllGatherLinear needs the whole x again for wgrad. It saves this rank's K-slice of it, which is
+as many bytes as its input. K is then a dim of the *result* of the wgrad GEMM, so the slices that arrive are GEMMs of
+their own, and no partial sums have to be added up across them, as there would be if the rows were gathered again. The
+slice is saved transposed because what is gathered has to be outermost.
+
+[Note: wgrad first] For a weight that is distributed itself, AllGatherLinear's backward computes wgrad, hands it in, and
+only then asks for the weight again. LinearReduceScatter does the same, unless the backend hides its gather under a
+GEMM: then that GEMM must be dgrad, because wgrad contracts over the rows that are still on their way.
+
+Weights are plain tensors or `DistributedWeight`s, `[..., K]`; leading dims are flattened into N. In a distributed
+weight N/R or N is that of the full weight, which is gathered over a group of its own while the activation is under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from gtp.errors import GTPValueError
+from gtp.ops.collective_backends import Factor, GemmBackend
+from gtp.ops.sequence import from_rows, rows_of
+from gtp.protocol import (
+    finalize_weight_grads,
+    is_distributed_weight,
+    materialize_weight_for_backward,
+    materialize_weight_for_forward,
+    weight_grad_buffers,
+)
+
+_Optional = torch.Tensor | None
+
+
+class AllGatherLinear(torch.autograd.Function):
+    """`y_shard_n = all-gather(x_shard_m) w_shard_n^T + b_shard_n`. Shapes and collectives: see the file's table."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_shard_m: torch.Tensor, weight: torch.Tensor, bias: _Optional, backend: GemmBackend
+    ) -> torch.Tensor:
+        """
+        Args:
+            x_shard_m: `[M/R, K]`.
+            weight: `[N/R, K]`.
+            bias: `[N/R]` or None.
+
+        Returns:
+            `[M, N/R]`.
+        """
+        ys, x_shard_k_t = _gather_forward(backend, x_shard_m, [weight], [bias], keep=ctx.needs_input_grad[1])
+        ctx.backend = backend
+        ctx.save_for_backward(x_shard_k_t, weight)
+        return ys[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[_Optional, ...]:
+        needs = ctx.needs_input_grad
+        dx, dweights, dbiases = _gather_backward(ctx, [dy], needs[0], needs[1:2], needs[2:3])
+        return dx, *dweights, *dbiases, None
+
+
+class AllGatherLinearMulti(torch.autograd.Function):
+    """Several `AllGatherLinear`s of one input: one gather forward, and still two collectives backward.
+
+    The input's gradient is the sum over weights, added in the GEMMs' accumulators before it is reduce-scattered. An
+    output that the loss does not use contributes nothing, and its weight gets no gradient, as with separate layers.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, backend: GemmBackend, x_shard_m: torch.Tensor, *weights_then_biases: Any) -> Any:
+        """
+        Args:
+            x_shard_m: `[M/R, K]`.
+            weights_then_biases: As many weights `[N_i/R, K]` as biases `[N_i/R]` or None.
+
+        Returns:
+            A tuple of `[M, N_i/R]`.
+        """
+        count = len(weights_then_biases) // 2
+        weights, biases = weights_then_biases[:count], weights_then_biases[count:]
+        keep = any(ctx.needs_input_grad[2 : 2 + count])
+        ys, x_shard_k_t = _gather_forward(backend, x_shard_m, weights, biases, keep=keep)
+        ctx.backend = backend
+        ctx.save_for_backward(x_shard_k_t, *weights)
+        # an unused output must not cost GEMMs on zeros
+        ctx.set_materialize_grads(False)
+        return tuple(ys)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: _Optional) -> tuple[_Optional, ...]:
+        needs, count = ctx.needs_input_grad, len(dys)
+        dx, dweights, dbiases = _gather_backward(ctx, dys, needs[1], needs[2 : 2 + count], needs[2 + count :])
+        return None, dx, *dweights, *dbiases
+
+
+class LinearReduceScatter(torch.autograd.Function):
+    """`y_shard_m = reduce-scatter(x_shard_k w_shard_k^T) + b`. Shapes and collectives: see the file's table."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_shard_k: torch.Tensor, weight: torch.Tensor, bias: _Optional, backend: GemmBackend
+    ) -> torch.Tensor:
+        """
+        Args:
+            x_shard_k: `[M, K/R]`.
+            weight: `[N, K/R]`.
+            bias: `[N]` or None, the same on all ranks. Added once, after the sum over ranks.
+
+        Returns:
+            `[M/R, N]`.
+        """
+        ctx.backend = backend
+        ctx.save_for_backward(x_shard_k if ctx.needs_input_grad[1] else None, weight)
+        return _scatter_forward(backend, x_shard_k, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[_Optional, ...]:
+        backend: GemmBackend = ctx.backend
+        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
+        x_shard_k, weight = ctx.saved_tensors
+        dx = dw = db = None
+        with backend.gather(dy_shard_m.contiguous()) as gathering:
+            # see [Note: wgrad first]
+            if needs_dx and backend.gathers_under_matmul:
+                dx = gathering.matmul([Factor(_full(weight, dy_shard_m, backward=True))])[0]
+            if needs_dw:
+                target = _WgradTarget(weight, x_shard_k)
+                torch.mm(gathering.full().t(), x_shard_k, out=target.matrix)
+                dw = target.finalize()
+            if needs_dx and dx is None:
+                dx = gathering.matmul([Factor(_full(weight, dy_shard_m, backward=True))])[0]
+            if needs_db:
+                db = gathering.full().sum(0)
+        return dx, dw, db, None
+
+
+def all_gather_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    backend: GemmBackend,
+    sequence_dim: int = 0,
+) -> torch.Tensor:
+    """Column-parallel linear of a sequence-sharded input: gathers the sequence, multiplies, one GEMM.
+
+    Args:
+        x: `[..., K]` with 1/R of the sequence along `sequence_dim`; equal lengths on all ranks.
+        weight: `[N/R, K]`, plain or distributed.
+        bias: `[N/R]` or None.
+        backend: Moves the activations; knows the group.
+        sequence_dim: Any dim of `x` but the last.
+
+    Returns:
+        `[..., N/R]` with the whole sequence along `sequence_dim`.
+
+    Raises:
+        GTPValueError: shapes or dtypes that do not fit; K not a multiple of R (see [Note: the saved slice]).
+        DesyncError: ranks come with different shapes (see `Agreement` for when this is noticed).
+    """
+    return all_gather_linear_multi(x, [weight], [bias], backend=backend, sequence_dim=sequence_dim)[0]
+
+
+def all_gather_linear_multi(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None] | None = None,
+    *,
+    backend: GemmBackend,
+    sequence_dim: int = 0,
+) -> tuple[torch.Tensor, ...]:
+    """As `all_gather_linear`, for several weights of one input, with one gather. Returns one output per weight."""
+    who = "all_gather_linear"
+    if not weights:
+        raise GTPValueError(f"{who}: weights must not be empty")
+    if biases is None:
+        biases = [None] * len(weights)
+    if len(biases) != len(weights):
+        raise GTPValueError(f"{who}: got {len(biases)} biases for {len(weights)} weights: one each, or None")
+    x, weights, biases = _autocast(x, weights, biases)
+    for weight, bias in zip(weights, biases, strict=True):
+        _check_operands(who, x, weight, bias, backend)
+    if x.shape[-1] % backend.size:
+        raise GTPValueError(
+            f"{who}: {x.shape[-1]} in features do not split over {backend.size} ranks: backward exchanges slices of "
+            "them. Use a multiple, or a smaller tensor-parallel group"
+        )
+    x_rows = rows_of(x, sequence_dim, who)
+    if not torch.is_grad_enabled():
+        ys: Sequence[torch.Tensor] = _gather_forward(backend, x_rows, weights, biases, keep=False)[0]
+    elif len(weights) == 1:
+        ys = [AllGatherLinear.apply(x_rows, weights[0], biases[0], backend)]  # type: ignore[no-untyped-call]
+    else:
+        ys = AllGatherLinearMulti.apply(backend, x_rows, *weights, *biases)  # type: ignore[no-untyped-call]
+    sequence = x.shape[sequence_dim] * backend.size
+    return tuple(from_rows(y, x, sequence_dim, sequence) for y in ys)
+
+
+def linear_reduce_scatter(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    backend: GemmBackend,
+    sequence_dim: int = 0,
+) -> torch.Tensor:
+    """Row-parallel linear with a sequence-sharded output: multiplies, sums over ranks, keeps this rank's rows.
+
+    Args:
+        x: `[..., K/R]` with the whole sequence along `sequence_dim`.
+        weight: `[N, K/R]`, plain or distributed.
+        bias: `[N]` or None, the same on all ranks; its gradient is whole on every rank too.
+        backend: Moves the activations; knows the group.
+        sequence_dim: Any dim of `x` but the last.
+
+    Returns:
+        `[..., N]` with 1/R of the sequence along `sequence_dim`.
+
+    Raises:
+        GTPValueError: shapes or dtypes that do not fit; a sequence that does not split over the ranks.
+        DesyncError: ranks come with different shapes (see `Agreement` for when this is noticed).
+    """
+    who = "linear_reduce_scatter"
+    x, [weight], [bias] = _autocast(x, [weight], [bias])
+    _check_operands(who, x, weight, bias, backend, bias_in_gemm=False)
+    x_rows = rows_of(x, sequence_dim, who)
+    sequence = x.shape[sequence_dim]
+    if sequence % backend.size:
+        raise GTPValueError(
+            f"{who}: a sequence of {sequence} (dim {sequence_dim} of x {tuple(x.shape)}) does not split over "
+            f"{backend.size} ranks: pad it to a multiple"
+        )
+    if torch.is_grad_enabled():
+        y: torch.Tensor = LinearReduceScatter.apply(x_rows, weight, bias, backend)  # type: ignore[no-untyped-call]
+    else:
+        y = _scatter_forward(backend, x_rows, weight, bias)
+    return from_rows(y, x, sequence_dim, sequence // backend.size)
+
+
+def _gather_forward(
+    backend: GemmBackend,
+    x_shard_m: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[_Optional],
+    *,
+    keep: bool,
+) -> tuple[list[torch.Tensor], _Optional]:
+    """Outputs `[M, N_i/R]` and, if `keep`, the saved slice `[K/R, M]`."""
+    with backend.gather(x_shard_m.contiguous()) as gathering:
+        # each weight leads a group of its own; their gathers and the activation's are under way together
+        matrices = [_full(weight, x_shard_m) for weight in weights]
+        ys = gathering.matmul([Factor(w.t(), bias) for w, bias in zip(matrices, biases, strict=True)])
+        if not keep:
+            return ys, None
+        width = x_shard_m.shape[1] // backend.size
+        mine = gathering.full().narrow(1, backend.rank * width, width)
+        return ys, mine.t().contiguous() if backend.size > 1 else mine.t()
+
+
+def _gather_backward(
+    ctx: Any, dys: Sequence[_Optional], needs_dx: bool, needs_dw: Sequence[bool], needs_db: Sequence[bool]
+) -> tuple[_Optional, list[_Optional], list[_Optional]]:
+    """Gradients of input, weights and biases; dys are `[M, N_i/R]`, None where an output was not used."""
+    backend: GemmBackend = ctx.backend
+    x_shard_k_t, *weights = ctx.saved_tensors
+    used = [(i, dy) for i, dy in enumerate(dys) if dy is not None]
+    dweights: list[_Optional] = [None] * len(dys)
+    wanted = [(i, dy, _WgradTarget(weights[i], x_shard_k_t)) for i, dy in used if needs_dw[i]]
+    if wanted:
+        with backend.gather(x_shard_k_t) as gathering:
+            gathering.matmul([Factor(dy, out=target.matrix.t()) for _, dy, target in wanted])
+        for i, _, target in wanted:
+            dweights[i] = target.finalize()
+    dx = None
+    if needs_dx and used:
+        dx = backend.matmul_reduce_scatter([(dy, _full(weights[i], dy, backward=True)) for i, dy in used])
+    dbiases = [dy.sum(0) if needed and dy is not None else None for dy, needed in zip(dys, needs_db, strict=True)]
+    return dx, dweights, dbiases
+
+
+def _scatter_forward(
+    backend: GemmBackend, x_shard_k: torch.Tensor, weight: torch.Tensor, bias: _Optional
+) -> torch.Tensor:
+    y = backend.matmul_reduce_scatter([(x_shard_k, _full(weight, x_shard_k).t())])
+    return y if bias is None else y.add_(bias)
+
+
+class _WgradTarget:
+    """Where the wgrad of one weight is written: its own grad buffer if it is distributed, else fresh memory.
+
+    Attributes:
+        matrix: `[N, K]`, contiguous, in the dtype of the GEMM.
+    """
+
+    def __init__(self, weight: torch.Tensor, operand: torch.Tensor) -> None:
+        buffers = weight_grad_buffers([weight])
+        self._weight = weight
+        self._buffer = operand.new_empty(weight.shape) if buffers is None else buffers[0]
+        rows = self._buffer.view(-1, self._buffer.shape[-1])
+        # an implementer may want its gradient in another dtype than the GEMM's
+        self.matrix = rows if rows.dtype == operand.dtype else torch.empty_like(rows, dtype=operand.dtype)
+
+    def finalize(self) -> _Optional:
+        """Hands the written wgrad in; returns what autograd is given."""
+        if self.matrix.dtype != self._buffer.dtype:
+            self._buffer.copy_(self.matrix.view(self._buffer.shape))
+        return finalize_weight_grads([self._weight], [self._buffer])[0]
+
+
+def _autocast(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[_Optional]
+) -> tuple[torch.Tensor, list[torch.Tensor], list[_Optional]]:
+    """Operands as `F.linear` would see them under autocast. A distributed weight is cast when it is whole."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x, list(weights), list(biases)
+    dtype = torch.get_autocast_dtype(x.device.type)
+    plain = [w if is_distributed_weight(w) else w.to(dtype) for w in weights]
+    return x.to(dtype), plain, [b if b is None else b.to(dtype) for b in biases]
+
+
+def _full(weight: torch.Tensor, like: torch.Tensor, *, backward: bool = False) -> torch.Tensor:
+    """The full weight as a matrix `[N, K]` in `like`'s dtype."""
+    full = (materialize_weight_for_backward if backward else materialize_weight_for_forward)([weight])[0]
+    matrix = full.flatten(0, -2) if full.ndim > 2 else full
+    if matrix.dtype == like.dtype:
+        return matrix
+    if not backward and not torch.is_autocast_enabled(like.device.type):
+        raise GTPValueError(
+            f"collective GEMM: x is {like.dtype} and the weight is {matrix.dtype}: cast one to the other's dtype, or "
+            "use torch.autocast"
+        )
+    return matrix.to(like.dtype)
+
+
+def _check_operands(
+    who: str, x: torch.Tensor, weight: torch.Tensor, bias: _Optional, backend: GemmBackend, *, bias_in_gemm: bool = True
+) -> None:
+    if weight.ndim < 2 or weight.shape[-1] != x.shape[-1]:
+        raise GTPValueError(
+            f"{who}: the weight must be [..., in features] with x's {x.shape[-1]} in features, got weight "
+            f"{tuple(weight.shape)} for x {tuple(x.shape)}"
+        )
+    if bias is None:
+        return
+    if bias_in_gemm and not backend.takes_bias:
+        raise GTPValueError(
+            f"{who}: tp_gemm_backend={backend.name!r} takes no bias in the GEMM. Use bias=False, or 'copy_engine' or "
+            "'collective'"
+        )
+    rows = None if is_distributed_weight(weight) else weight.numel() // weight.shape[-1]
+    if bias.ndim != 1 or rows not in (None, bias.shape[0]):
+        raise GTPValueError(f"{who}: the bias must be [{rows or 'out features'}], got {tuple(bias.shape)}")
