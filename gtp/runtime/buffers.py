@@ -37,7 +37,10 @@ class Buffer:
         self.events: list[torch.cuda.Event] = []
 
     def views(self, key: object, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Typed tensors over this memory, one per shape, laid out one after the other. Made once per `key`."""
+        """Typed tensors over this memory, one per shape, laid out one after the other. Made once per `key`.
+
+        To be called by the holder before anything is handed out: what uses the storage then is what it is at rest.
+        """
         views = self._views.get(key)
         if views is None:
             views, start = [], 0
@@ -46,7 +49,7 @@ class Buffer:
                 views.append(self._base[start : start + size].view(dtype).view(shape))
                 start += _aligned(size)
             self._views[key] = views
-            self._rest = self._rest + len(views)
+            self._rest = self._use_count()
         return views
 
     def readable(self, dying: int = 0) -> bool:
