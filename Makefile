@@ -53,6 +53,7 @@ test: $(STAMP)
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
 
 format: $(STAMP)
 	$(RUN) -m ruff check --fix .

@@ -1,9 +1,9 @@
 """Host cost of one consume: schedule, lease and dispatch, with a transport that moves nothing.
 
-A stack of bias-free Linear layers of width 8 on the CPU, forward and backward: the arithmetic is next to nothing, so a step
-is the host's work. A second rank is simulated by torch's fake process group; nothing waits for anybody. What a consume
-costs is (sharded step - plain step) / consumes of the step, where a step has two consumes and one finalize per layer; the
-finalize is counted to the consumes.
+A stack of bias-free Linear layers of width 8 on the CPU, forward and backward: the arithmetic is next to nothing, so a
+step is the host's work. A second rank is simulated by torch's fake process group; nothing waits for anybody. What a
+consume costs is (sharded step - plain step) / consumes of the step, where a step has two consumes and one finalize per
+layer; the finalize is counted to the consumes.
 
     python benchmarks/host_overhead.py
 """
@@ -60,9 +60,7 @@ def measure(layers: int, rounds: int) -> dict[str, Any]:
     before = runtime.stats()
     step_of(sharded)()
     consumes = runtime.stats().consumes - before.consumes
-    differences = [
-        (g - p) * 1e3 / consumes for g, p in zip(timings["gtp"].ms, timings["nn.Linear"].ms, strict=True)
-    ]
+    differences = [(g - p) * 1e3 / consumes for g, p in zip(timings["gtp"].ms, timings["nn.Linear"].ms, strict=True)]
     rows = common.rows_of(f"{layers} linears", "eager", timings, reference="nn.Linear")
     return {
         "layers": layers,

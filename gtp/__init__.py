@@ -1,4 +1,4 @@
-"""gtp: Generalized Tensor Parallelism for PyTorch. Every weight is stored as one shard per rank and gathered just in time."""
+"""gtp: Generalized Tensor Parallelism for PyTorch. Every weight is one shard per rank, gathered just in time."""
 
 from gtp.config import GTPConfig
 from gtp.errors import (

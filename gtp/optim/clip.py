@@ -14,13 +14,11 @@ _plain = torch._C.DisableTorchFunctionSubclass
 
 
 @torch.no_grad()
-def grad_norm(
-    parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2.0
-) -> torch.Tensor:
+def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
     """The norm of all gradients as one vector, over the whole model. Collective: one all-reduce per GTP group.
 
-    Sharded gradients count with all ranks' rows and without padding; each replicated one once. `main_grad` is used where
-    a weight has one.
+    Sharded gradients count with all ranks' rows and without padding; each replicated one once. `main_grad` is used
+    where a weight has one.
 
     Args:
         parameters: Parameters, sharded or not; those without gradient are skipped.

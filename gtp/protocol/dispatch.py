@@ -83,9 +83,7 @@ def weight_grad_buffers(weights: Sequence[torch.Tensor]) -> list[torch.Tensor] |
     return buffers
 
 
-def finalize_weight_grads(
-    weights: Sequence[torch.Tensor], wgrads: Sequence[torch.Tensor]
-) -> list[torch.Tensor | None]:
+def finalize_weight_grads(weights: Sequence[torch.Tensor], wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """Hands fresh full wgrads to the leader and returns what autograd must be given, one entry per weight.
 
     Args:
@@ -170,8 +168,7 @@ def _check_trailing(weights: Sequence[torch.Tensor], index: int, tensor: object,
         shard_shape, shape = weight.shape, tensor.shape
     if len(shape) != len(shard_shape) or shape[1:] != shard_shape[1:]:
         raise ProtocolError(
-            f"{call} of {_describe(weight)} promised [rows, {', '.join(map(str, shard_shape[1:]))}], "
-            f"got {tuple(shape)}"
+            f"{call} of {_describe(weight)} promised [rows, {', '.join(map(str, shard_shape[1:]))}], got {tuple(shape)}"
         )
 
 

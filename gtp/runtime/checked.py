@@ -19,9 +19,9 @@ _KEPT = 4  # own notes that stay in the store; peers are at most one step behind
 class CheckedTransport(Transport):
     """Wraps a transport. Every rank writes what it is about to do into the job's store and reads what its peers wrote.
 
-    Ranks that disagree all raise, naming both sides, instead of mixing two weights of equal size or waiting for ever. The
-    notes travel through the rendezvous store and not through the group, so a rank that sits in another collective, or has
-    left, cannot make the check hang: it is named after `timeout` seconds.
+    Ranks that disagree all raise, naming both sides, instead of mixing two weights of equal size or waiting for ever.
+    The notes travel through the rendezvous store and not through the group, so a rank that sits in another collective,
+    or has left, cannot make the check hang: it is named after `timeout` seconds.
     """
 
     def __init__(self, inner: Transport, timeout: float) -> None:
@@ -59,15 +59,16 @@ class CheckedTransport(Transport):
         except dist.DistStoreError as error:
             raise DesyncError(
                 f"rank {me} is about to do step {step} of group {name}, {what}, and rank {rank} did not come within "
-                f"{self._seconds:g} s. It has left its forward or backward, or waits elsewhere. All ranks of a GTP group "
-                "must use the same weights in the same order; a rank without work for a module must still run it"
+                f"{self._seconds:g} s. It has left its forward or backward, or waits elsewhere. All ranks of a GTP "
+                "group must use the same weights in the same order; a rank without work for a module must still run "
+                "it"
             ) from error
         theirs = self._store.get(key).decode()
         if theirs != what:
             raise DesyncError(
-                f"ranks of group {name} disagree at step {step}: rank {me} is about to do {what}; rank {rank}: {theirs}. "
-                "All ranks of a GTP group must use the same weights in the same order; a rank without work for a module "
-                "must still run it (on an empty or masked input)"
+                f"ranks of group {name} disagree at step {step}: rank {me} is about to do {what}; rank {rank}: "
+                f"{theirs}. All ranks of a GTP group must use the same weights in the same order; a rank without work "
+                "for a module must still run it (on an empty or masked input)"
             )
 
     def prepare(self, groups: Sequence[WeightGroup]) -> None:
@@ -89,9 +90,7 @@ class CheckedTransport(Transport):
             self.agree(process_group, "end a backward, or a forward without one")
         self._inner.close()
 
-    def start_gather(
-        self, group: WeightGroup, out: Sequence[torch.Tensor], after: Sequence[torch.cuda.Event]
-    ) -> Any:
+    def start_gather(self, group: WeightGroup, out: Sequence[torch.Tensor], after: Sequence[torch.cuda.Event]) -> Any:
         self.agree(group.process_group, f"gather {_describe(group)}")
         return self._inner.start_gather(group, out, after)
 

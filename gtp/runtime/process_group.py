@@ -113,9 +113,7 @@ class ProcessGroupTransport(Transport):
     def _all_gather(self, group: WeightGroup, out: Sequence[torch.Tensor]) -> list[dist.Work]:
         with self._one_collective(group, len(out)) as works:
             for member, full in zip(group.members, out, strict=True):
-                works.append(
-                    dist.all_gather_into_tensor(full, member.send, group=group.process_group, async_op=True)
-                )
+                works.append(dist.all_gather_into_tensor(full, member.send, group=group.process_group, async_op=True))
         return works
 
     def _exchange(

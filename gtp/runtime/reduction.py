@@ -35,8 +35,8 @@ class Reducer:
     """Starts one reduction per finalize, keeps a bounded number in flight, delivers when backward ends.
 
     Several finalizes of one weight in one backward (a tied or repeated layer) each start a reduction into the same
-    target, in order. With `accumulate_only` set (no_sync) nothing is sent: full-size sums are held here, in fp32 or wider,
-    until a backward that reduces.
+    target, in order. With `accumulate_only` set (no_sync) nothing is sent: full-size sums are held here, in fp32 or
+    wider, until a backward that reduces.
     """
 
     def __init__(
@@ -179,9 +179,7 @@ class Reducer:
             into.append(target)
             accumulate.append(has_value)
         nbytes = sum(w.buffer.nbytes for w in padded)
-        ticket = self._transport.start_reduce(
-            group, [w.padded for w in padded], into, accumulate, self._divisor(group)
-        )
+        ticket = self._transport.start_reduce(group, [w.padded for w in padded], into, accumulate, self._divisor(group))
         self.bytes_reduced += nbytes
         self._in_flight.append(_InFlight(ticket, padded, nbytes))
         self._in_flight_bytes += nbytes

@@ -1,7 +1,7 @@
 """`GTPRuntime`: everything that happens between the weights of one model and the wire.
 
-The state of a sharded model hangs off one runtime, and the runtime lives as long as the model: its weights and the hooks
-on its root module hold it, and it holds them weakly. There is nothing to reset and nothing to tear down.
+The state of a sharded model hangs off one runtime, and the runtime lives as long as the model: its weights and the
+hooks on its root module hold it, and it holds them weakly. There is nothing to reset and nothing to tear down.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ class GTPRuntime:
     def attach(self, root: torch.nn.Module) -> None:
         """Brackets the forwards of `root`: within them weights are prefetched."""
 
-        # Dynamo must not trace the bookkeeping. Decorated here and not at import, which would load Dynamo for everybody.
+        # Dynamo must not trace the bookkeeping. Decorated here and not at import, which would load Dynamo for
+        # everybody.
         enter, leave = torch.compiler.disable(self.enter_forward), torch.compiler.disable(self.exit_forward)
 
         def before(module: torch.nn.Module, args: Any) -> None:

@@ -25,5 +25,7 @@ def choose_transport(
         return ProcessGroupTransport(device), "asked for"
     problem = f"{device.type} has no copy engine" if device.type != "cuda" else "not available"
     if config.transport == "copy_engine":
-        raise UnsupportedError(f'GTPConfig(transport="copy_engine"): {problem}. Use "process_group", or "auto" to let gtp choose')
+        raise UnsupportedError(
+            f'GTPConfig(transport="copy_engine"): {problem}. Use "process_group", or "auto" to let gtp choose'
+        )
     return ProcessGroupTransport(device), problem

@@ -5,7 +5,8 @@ Megatron's buffers) and stretches in which gathers may read them (forward and ba
 `open` when a forward begins, `close` when a backward (or a forward without one) has ended. No gather is in flight when
 `close` returns, in the order of the current stream. Transports whose peers read this rank's memory without asking
 exchange "published" at `open` and "finished reading" at `close`, once per line and not once per gather.
-Calls between a `close` and the next `open` (a submodule called by hand) are bracketed by an `open`/`close` of their own.
+Calls between a `close` and the next `open` (a submodule called by hand) are bracketed by an `open`/`close` of their
+own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Transport(abc.ABC):
     """Shown by `runtime.stats()`: "process_group", "copy_engine", ..."""
 
     def agree(self, process_group: dist.ProcessGroup, what: str) -> None:
-        """Debug check that all ranks of a group are about to do `what`. Does nothing in a transport that is not checked."""
+        """Debug check that all ranks of a group are about to do `what`. Does nothing unless overridden."""
 
     def prepare(self, groups: Sequence[WeightGroup]) -> None:
         """Once, when the model is sharded, in the same order on all ranks; may be collective.
@@ -54,9 +55,7 @@ class Transport(abc.ABC):
         """After this, in the order of the current stream, this rank's shards may be written."""
 
     @abc.abstractmethod
-    def start_gather(
-        self, group: WeightGroup, out: Sequence[torch.Tensor], after: Sequence[torch.cuda.Event]
-    ) -> Any:
+    def start_gather(self, group: WeightGroup, out: Sequence[torch.Tensor], after: Sequence[torch.cuda.Event]) -> Any:
         """Starts gathering `member.send` of all ranks.
 
         Args:
@@ -105,7 +104,7 @@ class Transport(abc.ABC):
         """
 
     def start_all_reduce(self, flat: torch.Tensor, process_groups: Sequence[dist.ProcessGroup]) -> Any:
-        """Starts summing `flat` (1-d, fp32 or fp64) in place over each group in turn: gradients of replicated parameters."""
+        """Starts summing `flat` (1-d, fp32 or fp64; replicated gradients) in place over each group in turn."""
         works = []
         for process_group in process_groups:
             for work in works:

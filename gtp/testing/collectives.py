@@ -289,7 +289,8 @@ class CollectiveRecord:
 
     Attributes:
         event: "start", "wait" (the wait of an async one has returned), or "mark".
-        kind: Name of the entry point; of a mark: its text. The wait of a coalesced block is one event, of its first kind.
+        kind: Name of the entry point; of a mark: its text. The wait of a coalesced block is one event, of its first
+            kind.
         shape: Shape of the output on this rank; of a list, of its first tensor.
         input_shape: Shape of the input on this rank.
         dtype: Dtype of the input, hence of the wire.

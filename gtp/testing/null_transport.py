@@ -17,9 +17,7 @@ class NullTransport(Transport):
 
     name = "null"
 
-    def start_gather(
-        self, group: WeightGroup, out: Sequence[torch.Tensor], after: Sequence[torch.cuda.Event]
-    ) -> Any:
+    def start_gather(self, group: WeightGroup, out: Sequence[torch.Tensor], after: Sequence[torch.cuda.Event]) -> Any:
         return self
 
     def finish_gather(self, ticket: Any) -> None:

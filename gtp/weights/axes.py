@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Union
 
 import torch
 import torch.distributed as dist
@@ -11,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gtp.errors import GTPValueError
 
-GroupOrMesh = Union[dist.ProcessGroup, DeviceMesh]
+GroupOrMesh = dist.ProcessGroup | DeviceMesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +40,9 @@ class Axes:
         """
         if not dist.is_available() or not dist.is_initialized():
             raise GTPValueError(
-                "gtp.shard_model needs an initialized process group: call torch.distributed.init_process_group() (torchrun "
-                "sets the environment it reads), then pass torch.distributed.group.WORLD, a subgroup or a DeviceMesh"
+                "gtp.shard_model needs an initialized process group: call torch.distributed.init_process_group() "
+                "(torchrun sets the environment it reads), then pass torch.distributed.group.WORLD, a subgroup or a "
+                "DeviceMesh"
             )
         if isinstance(group_or_mesh, DeviceMesh):
             mesh = group_or_mesh

@@ -43,7 +43,9 @@ def full_weights(model: nn.Module, *, write: bool = False) -> Iterator[dict[str,
         weight, tensor = weights[name], full.get(name)
         if tensor is None or tuple(tensor.shape) != weight.layout.logical_shape:
             shape = None if tensor is None else tuple(tensor.shape)
-            raise GTPValueError(f"{name}: full_weights needs the logical shape {weight.layout.logical_shape}, got {shape}")
+            raise GTPValueError(
+                f"{name}: full_weights needs the logical shape {weight.layout.logical_shape}, got {shape}"
+            )
         with torch.no_grad():
             weight.runtime.before_write(weight.handle.group)
             weight.plain_shard()[weight.layout.valid_slice].copy_(tensor[weight.layout.shard_slice])

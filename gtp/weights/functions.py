@@ -26,21 +26,31 @@ _plain = torch._C.DisableTorchFunctionSubclass
 _MATRIX_VIEWS = frozenset(["T", "mT", "H", "mH", "real", "imag"])
 
 _METADATA = frozenset(
-    ["size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_contiguous", "element_size", "data_ptr", "type_as", "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg", "is_inference", "is_same_size", "get_device", "untyped_storage", "storage_type", "_typed_storage", "storage", "requires_grad_", "detach", "retain_grad", "is_shared", "is_pinned", "has_names", "names", "dense_dim", "sparse_dim", "_is_view", "__hash__", "__len__", "is_tensor", "is_storage", "is_set_to", "_has_compatible_shallow_copy_type"]
+    """
+    size dim ndimension numel nelement stride storage_offset is_contiguous element_size data_ptr type_as
+    is_floating_point is_complex is_signed is_conj is_neg is_inference is_same_size get_device untyped_storage
+    storage_type _typed_storage storage requires_grad_ detach retain_grad is_shared is_pinned has_names names
+    dense_dim sparse_dim _is_view __hash__ __len__ is_tensor is_storage is_set_to
+    _has_compatible_shallow_copy_type
+    """.split()
 )
 
 # New tensors with the shard's metadata; nothing of its values.
 _FACTORIES = frozenset(
-    ["zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_empty", "new_zeros", "new_ones", "new_full"]
+    "zeros_like ones_like empty_like full_like rand_like randn_like new_empty new_zeros new_ones new_full".split()
 )
 
 _ELEMENTWISE = frozenset(
-    ["add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "rsub", "addcmul", "addcdiv", "lerp", "sqrt", "rsqrt", "square", "pow", "neg", "negative", "sign", "abs", "absolute", "exp", "log", "reciprocal", "maximum", "minimum", "clamp", "clamp_min", "clamp_max", "where", "copy", "zero", "fill", "clone", "to", "float", "half", "bfloat16", "double", "masked_fill", "copysign", "nan_to_num", "cpu", "cuda", "contiguous"]
+    """
+    add sub subtract mul multiply div divide true_divide rsub addcmul addcdiv lerp sqrt rsqrt square pow neg
+    negative sign abs absolute exp log reciprocal maximum minimum clamp clamp_min clamp_max where copy zero fill
+    clone to float half bfloat16 double masked_fill copysign nan_to_num cpu cuda contiguous
+    """.split()
 )
 
 _MULTI_TENSOR_REDUCTIONS = frozenset(["_foreach_norm", "_foreach_max"])
 
-_RANDOM_FILLS = frozenset(["normal", "uniform", "random", "bernoulli", "cauchy", "exponential", "geometric", "log_normal", "erfinv"])
+_RANDOM_FILLS = frozenset("normal uniform random bernoulli cauchy exponential geometric log_normal erfinv".split())
 
 _MOVES = frozenset(["to", "cpu", "cuda"])
 
@@ -166,9 +176,9 @@ def _call_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 def _needs_full(name: str, weights: list[GTPWeight]) -> UnsupportedError:
     handle = weights[0].handle
     return UnsupportedError(
-        f"{_label(weights)}: {name} needs the full weight {handle.layout.logical_shape}, and this rank holds the shard "
-        f"{handle.layout.shard_shape}. Gather it with weight.full_tensor(), use F.linear or F.embedding, or, to work on "
-        "the shard itself, weight.detach()"
+        f"{_label(weights)}: {name} needs the full weight {handle.layout.logical_shape}, and this rank holds the "
+        f"shard {handle.layout.shard_shape}. Gather it with weight.full_tensor(), use F.linear or F.embedding, or, to "
+        "work on the shard itself, weight.detach()"
     )
 
 
@@ -201,4 +211,3 @@ def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors_in(value)
-

@@ -1,4 +1,4 @@
-"""`ShardGrad`: the gradient of a shard, which answers for the whole weight where a local answer would be a wrong number."""
+"""`ShardGrad`: the gradient of a shard, which answers for the whole weight where a local answer would be wrong."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from gtp.weights.layout import ShardLayout
 
 _plain = torch._C.DisableTorchFunctionSubclass
 
-_NORMS = {torch.linalg.vector_norm, torch.norm, torch.Tensor.norm}
+_NORMS = frozenset([torch.linalg.vector_norm, torch.norm, torch.Tensor.norm])
 _REDUCTIONS = frozenset(
-    ["sum", "mean", "std", "var", "prod", "max", "min", "amax", "amin", "argmax", "argmin", "median", "logsumexp", "dot", "vdot", "inner", "all", "any", "count_nonzero"]
+    """
+    sum mean std var prod max min amax amin argmax argmin median logsumexp dot vdot inner all any count_nonzero
+    """.split()
 )
 
 
@@ -23,9 +25,9 @@ class ShardGrad(torch.Tensor):
     """This rank's rows of a weight's gradient `[shard_rows, *trailing]`, as found in `GTPWeight.grad`.
 
     Arithmetic is local, as optimizers want it. Norms (`torch.linalg.vector_norm`, `torch.norm`, `Tensor.norm`,
-    `torch._foreach_norm`, so also `torch.nn.utils.clip_grad_norm_`) are those of the whole gradient without padding, the
-    same on all ranks, and collective. Gradient unscaling of `torch.amp.GradScaler` agrees over ranks whether a value
-    was infinite. Other reductions raise: `grad.detach()` is the local tensor for who wants it.
+    `torch._foreach_norm`, so also `torch.nn.utils.clip_grad_norm_`) are those of the whole gradient without padding,
+    the same on all ranks, and collective. Gradient unscaling of `torch.amp.GradScaler` agrees over ranks whether a
+    value was infinite. Other reductions raise: `grad.detach()` is the local tensor for who wants it.
     """
 
     _layout: ShardLayout
@@ -77,7 +79,7 @@ class ShardGrad(torch.Tensor):
 def global_power_sums(
     shards: Iterable[tuple[torch.Tensor, dist.ProcessGroup]], order: float, device: torch.device
 ) -> list[torch.Tensor]:
-    """Per tensor the sum over ranks of `|x|^order` (the maximum for infinite order), fp32 0-d; one collective per group.
+    """Per tensor the sum over ranks of `|x|^order` (infinite order: the maximum), fp32 0-d; one collective per group.
 
     Args:
         shards: Plain local tensors without padding, with the group over which each is sharded; same order on all ranks.
@@ -117,7 +119,9 @@ def _shards_of(values: Iterable[Any]) -> bool:
     return any(isinstance(value, ShardGrad) for value in values)
 
 
-def _norm_order(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, torch.dtype | None]:
+def _norm_order(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[float, torch.dtype | None]:
     allowed = {"ord", "p", "dtype", "input", "x"}
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2.0))
     extra = [k for k, v in kwargs.items() if k not in allowed and v not in (None, False)]

@@ -1,4 +1,4 @@
-"""Models on the meta device: their shards are initialized one weight at a time, so the full model is never in memory."""
+"""Models on the meta device: shards are initialized one weight at a time, so the full model is never in memory."""
 
 from __future__ import annotations
 
@@ -85,8 +85,9 @@ def _fill(
         if not callable(reset):
             what = ", ".join([c.name for c in mine] + [f"buffer {prefix}.{name}" for name in buffers])
             raise GTPValueError(
-                f"{what}: on the meta device, and {type(module).__name__} has no reset_parameters to initialize it. Pass "
-                "init=, a function of (name, tensor) that fills each tensor in place, or build this module on a real device"
+                f"{what}: on the meta device, and {type(module).__name__} has no reset_parameters to initialize it. "
+                "Pass init=, a function of (name, tensor) that fills each tensor in place, or build this module on a "
+                "real device"
             )
         reset()
 
@@ -100,4 +101,3 @@ def _replace_everywhere(model: nn.Module, choice: Choice, parameter: nn.Paramete
                 module._parameters[attribute] = parameter
     choice.owner._parameters[choice.attribute] = parameter
     choice.parameter = parameter
-

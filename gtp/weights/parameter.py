@@ -48,8 +48,9 @@ class GTPWeight(torch.nn.Parameter):
     """A weight sharded along dim 0 over a GTP group: an `nn.Parameter` of the shard's shape, and a `DistributedWeight`.
 
     Made by `gtp.shard_model` out of the parameter it replaces (the same object, so optimizers and ties keep working).
-    Metadata, `.grad` and optimizer arithmetic are the shard's. `F.linear` and `F.embedding` compute with the full weight,
-    gathered by the runtime. Any other function of it that would need the full weight raises `UnsupportedError`.
+    Metadata, `.grad` and optimizer arithmetic are the shard's. `F.linear` and `F.embedding` compute with the full
+    weight, gathered by the runtime. Any other function of it that would need the full weight raises
+    `UnsupportedError`.
     """
 
     is_distributed_weight = True
@@ -122,7 +123,9 @@ class GTPWeight(torch.nn.Parameter):
         require_leader(self)
         given = [wgrads] if isinstance(wgrads, torch.Tensor) else list(wgrads)
         if len(given) != len(handle.group.members):
-            raise GTPStateError(f"{handle.name}: finalize got {len(given)} wgrads for {len(handle.group.members)} weights")
+            raise GTPStateError(
+                f"{handle.name}: finalize got {len(given)} wgrads for {len(handle.group.members)} weights"
+            )
         handle.runtime.finalize(handle.group, given)
         return None if len(given) == 1 else [None] * len(given)
 
@@ -171,7 +174,7 @@ class GTPWeight(torch.nn.Parameter):
     # -- what must not be silently wrong -------------------------------------------------------------------------
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-        """`hook(weight)` runs at the end of backward, when the reduced gradient is in place and shards may be written."""
+        """`hook(weight)` runs at the end of backward: the reduced gradient is in place and shards may be written."""
         removable = RemovableHandle(self.handle.hooks)
         self.handle.hooks[removable.id] = hook
         return removable
@@ -202,12 +205,15 @@ class GTPWeight(torch.nn.Parameter):
             GTPValueError: they differ.
         """
         with _plain():
-            have, given = (tuple(self.shape), self.dtype, self.device.type), (tuple(data.shape), data.dtype, data.device.type)
+            have, given = (
+                (tuple(self.shape), self.dtype, self.device.type),
+                (tuple(data.shape), data.dtype, data.device.type),
+            )
             if have != given:
                 raise GTPValueError(
-                    f"{self.handle.name}: .data of a sharded weight must keep shape, dtype and device type {have}, got "
-                    f"{given}. Convert or move the model before gtp.shard_model; GTPConfig(param_dtype=...) changes the "
-                    "dtype that GEMMs compute in"
+                    f"{self.handle.name}: .data of a sharded weight must keep shape, dtype and device type {have}, "
+                    f"got {given}. Convert or move the model before gtp.shard_model; GTPConfig(param_dtype=...) "
+                    "changes the dtype that GEMMs compute in"
                 )
             self.handle.runtime.before_write(self.handle.group)
             self.data = data.as_subclass(torch.Tensor)
@@ -259,13 +265,13 @@ class GTPWeight(torch.nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise UnsupportedError(
-            f"{self.handle.name}: a sharded weight is bound to its runtime and process group and cannot be copied. Copy the "
-            "plain model before gtp.shard_model and shard the copy, or copy values: weight.detach().clone() for the "
-            "shard, weight.full_tensor() for all of it"
+            f"{self.handle.name}: a sharded weight is bound to its runtime and process group and cannot be copied. "
+            "Copy the plain model before gtp.shard_model and shard the copy, or copy values: weight.detach().clone() "
+            "for the shard, weight.full_tensor() for all of it"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
-            f"{self.handle.name}: a sharded weight holds a process group and cannot be pickled. Save model.state_dict() or "
-            "gtp.full_state_dict(model)"
+            f"{self.handle.name}: a sharded weight holds a process group and cannot be pickled. Save "
+            "model.state_dict() or gtp.full_state_dict(model)"
         )

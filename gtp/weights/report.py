@@ -80,7 +80,8 @@ class ParameterReport:
     def __str__(self) -> str:
         width = max((len(line.name) for line in self.lines), default=0)
         rows = [
-            f"{line.name:<{width}}  {'1/' + str(line.ranks) if line.sharded else 'whole':>6}  {line.shape!s:>16}  {line.reason}"
+            f"{line.name:<{width}}  {'1/' + str(line.ranks) if line.sharded else 'whole':>6}  "
+            f"{line.shape!s:>16}  {line.reason}"
             for line in self.lines
         ]
         return "\n".join([*rows, self.summary()])

@@ -73,7 +73,8 @@ def select(
     if not any(choice.sharded for choice in choices):
         tried = "\n  ".join(f"{c.name}: {c.reason}" for c in choices) or "(the model has no parameters)"
         raise GTPValueError(
-            "gtp.shard_model found nothing to shard. By default it takes the weights of nn.Linear and nn.Embedding modules; "
+            "gtp.shard_model found nothing to shard. By default it takes the weights of nn.Linear and "
+            "nn.Embedding modules; "
             f"name others with include=. Parameters and why not:\n  {tried}"
         )
     return Selection(choices, _grouped(model, choices))
@@ -98,10 +99,15 @@ def _refuse_sharded(sites: list[tuple[list[str], nn.Module, str, nn.Parameter]])
                 "weights with a mapping from name pattern to group"
             )
         kind = type(parameter).__name__
-        if kind in ("DTensor", "FlatParameter") or hasattr(parameter, "_fsdp_param") or hasattr(parameter, "placements"):
+        if (
+            kind in ("DTensor", "FlatParameter")
+            or hasattr(parameter, "_fsdp_param")
+            or hasattr(parameter, "placements")
+        ):
             raise GTPValueError(
-                f"{names[0]} is a {kind}: it is distributed by another library (FSDP, tensor parallel DTensor). gtp shards "
-                "plain parameters; apply gtp.shard_model to the plain model, and a mesh (replicate, gtp) for more ranks"
+                f"{names[0]} is a {kind}: it is distributed by another library (FSDP, tensor parallel DTensor). gtp "
+                "shards plain parameters; apply gtp.shard_model to the plain model, and a mesh (replicate, gtp) for "
+                "more ranks"
             )
 
 
@@ -122,8 +128,8 @@ def _require_match(pattern: str, argument: str, names: list[str]) -> None:
     bare = pattern.replace("*", "")
     near = difflib.get_close_matches(bare, names, n=3, cutoff=0.3) or names[:3]
     raise GTPValueError(
-        f"{argument} pattern {pattern!r} matches no parameter. Near names: {', '.join(near)}. Patterns are matched against "
-        "the whole name ('*' crosses dots); list all with [n for n, _ in model.named_parameters()]"
+        f"{argument} pattern {pattern!r} matches no parameter. Near names: {', '.join(near)}. Patterns are matched "
+        "against the whole name ('*' crosses dots); list all with [n for n, _ in model.named_parameters()]"
     )
 
 
@@ -152,8 +158,8 @@ class _AxesLookup:
                 return axes
         patterns = ", ".join(repr(p) for p, _ in self._entries)
         raise GTPValueError(
-            f"{names[0]} matches none of the group mapping's patterns ({patterns}). Every parameter's gradient is reduced over "
-            "some group; add a last entry '*' with the group of all data-parallel ranks"
+            f"{names[0]} matches none of the group mapping's patterns ({patterns}). Every parameter's gradient is "
+            "reduced over some group; add a last entry '*' with the group of all data-parallel ranks"
         )
 
 
@@ -206,14 +212,18 @@ def _by_default(owner: nn.Module, attribute: str, parameter: nn.Parameter) -> tu
 
 def _require_shardable(name: str, parameter: nn.Parameter) -> None:
     if not parameter.is_floating_point():
-        raise GTPValueError(f"{name}: only floating point weights can be sharded, got {parameter.dtype}; leave it out of include")
+        raise GTPValueError(
+            f"{name}: only floating point weights can be sharded, got {parameter.dtype}; leave it out of include"
+        )
     if parameter.dim() < 1 or parameter.numel() == 0:
         raise GTPValueError(
             f"{name}: a weight is sharded along its rows (dim 0), and shape {tuple(parameter.shape)} has none; "
             "leave it out of include, it stays replicated"
         )
     if parameter.is_inference():
-        raise GTPValueError(f"{name}: it was made under torch.inference_mode and can never be trained; build the model outside")
+        raise GTPValueError(
+            f"{name}: it was made under torch.inference_mode and can never be trained; build the model outside"
+        )
 
 
 def weight_groups_of(module: nn.Module) -> list[list[str]]:
@@ -231,8 +241,9 @@ def _grouped(model: nn.Module, choices: list[Choice]) -> list[list[Choice]]:
         members = [by_parameter[id(p)] for p in group if id(p) in by_parameter]
         if len(members) not in (0, len(group)) or len({(m.axes, m.parameter.dtype) for m in members}) > 1:
             raise GTPValueError(
-                f"{members[0].name}: its module uses {len(group)} weights as one group, and they must be sharded together, over "
-                "the same axes, in one dtype; make include, exclude and the group mapping treat them alike"
+                f"{members[0].name}: its module uses {len(group)} weights as one group, and they must be sharded "
+                "together, over the same axes, in one dtype; make include, exclude and the group mapping treat them "
+                "alike"
             )
         if members and not placed.intersection(id(m.parameter) for m in members):
             groups.append(members)
@@ -253,4 +264,3 @@ def _declared(model: nn.Module) -> Iterator[list[nn.Parameter]]:
             parameters = [module._parameters.get(name) for name in names]
             if all(p is not None for p in parameters):
                 yield [p for p in parameters if p is not None]
-

@@ -39,8 +39,8 @@ def shard_model(
 ) -> GTPRuntime:
     """Shards the weights of `model` in place, and makes the runtime that gathers them just in time. Collective.
 
-    Afterwards the model is used as before: forward, backward, optimizer. Ranks of a group feed it different data. Rank 0's
-    values win: they are broadcast, so ranks that were seeded differently end with one model.
+    Afterwards the model is used as before: forward, backward, optimizer. Ranks of a group feed it different data. Rank
+    0's values win: they are broadcast, so ranks that were seeded differently end with one model.
 
     Args:
         model: Any module on one device, or on the meta device. Its parameters stay the same objects (except from the
@@ -51,8 +51,8 @@ def shard_model(
             Embedding modules. Everything else stays replicated, and its gradients are reduced over the same axes.
         exclude: Name patterns of what to leave replicated.
         config: Settings, see `GTPConfig`.
-        init: Called as `init(name, tensor)` with each full tensor of a model on the meta device, to fill it in place, one at
-            a time. Default: each module's `reset_parameters`.
+        init: Called as `init(name, tensor)` with each full tensor of a model on the meta device, to fill it in place,
+            one at a time. Default: each module's `reset_parameters`.
         device: Where a model on the meta device goes. Default: the current CUDA device for NCCL groups, else the CPU.
         transport: A transport instance in place of the one that `config` names, for tests.
 
@@ -94,9 +94,7 @@ def _gtp_groups(selection: Selection) -> list[dist.ProcessGroup]:
     return list(dict.fromkeys(c.axes.gtp for c in selection.choices if c.sharded))
 
 
-def new_group(
-    runtime: GTPRuntime, weights: Sequence[tuple[str, ShardLayout, torch.Tensor]], axes: Axes
-) -> WeightGroup:
+def new_group(runtime: GTPRuntime, weights: Sequence[tuple[str, ShardLayout, torch.Tensor]], axes: Axes) -> WeightGroup:
     """The runtime's record of weights that are gathered together, registered with it.
 
     Args:
@@ -187,7 +185,9 @@ def _device_of(selection: Selection, wanted: torch.device | str | None) -> torch
     if real:
         found = torch.device(real[0])
         if wanted is not None and torch.device(wanted).type != found.type:
-            raise GTPValueError(f"device={wanted!r} is for models on the meta device; this one is on {found}: move it first")
+            raise GTPValueError(
+                f"device={wanted!r} is for models on the meta device; this one is on {found}: move it first"
+            )
         return found
     if wanted is not None:
         return torch.device(wanted)
@@ -207,4 +207,3 @@ def _broadcast_replicated(selection: Selection) -> None:
     for choice in selection.choices:
         if not choice.sharded:
             broadcast_first(choice.parameter.detach(), choice.axes)
-

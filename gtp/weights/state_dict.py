@@ -24,8 +24,9 @@ def _refuse_assign(
 ) -> None:
     if local_metadata.get("assign_to_params_buffers", False):
         raise UnsupportedError(
-            "load_state_dict(assign=True) would put plain tensors in the place of sharded weights, and the runtime would go "
-            "on with the old ones. The model is unchanged: load with assign=False, or load before gtp.shard_model"
+            "load_state_dict(assign=True) would put plain tensors in the place of sharded weights, and the runtime "
+            "would go on with the old ones. The model is unchanged: load with assign=False, or load before "
+            "gtp.shard_model"
         )
 
 
@@ -47,6 +48,7 @@ def _cut_full_tensors(
             state_dict[prefix + attribute] = shard
         elif shape != layout.shard_shape:
             raise GTPValueError(
-                f"{weight.name}: the state dict holds shape {shape}; a full tensor has {layout.logical_shape}, and this rank's "
-                f"shard {layout.shard_shape}. A checkpoint from another number of ranks is loaded with gtp.checkpoint"
+                f"{weight.name}: the state dict holds shape {shape}; a full tensor has {layout.logical_shape}, and "
+                f"this rank's shard {layout.shard_shape}. A checkpoint from another number of ranks is loaded with "
+                "gtp.checkpoint"
             )

@@ -1,8 +1,9 @@
 """`shard_model` end to end on gloo ranks: a sharded model is the plain model, in every order that users call it.
 
-At two ranks in fp32 everything is bit-equal to data parallelism; at four, fp32 additions over ranks are in the same order
-as the reference's too, so it is bit-equal there as well, except for replicated parameters (an all-reduce in the backend's
-order), whose bound is written beside the test. Run one: `pytest tests/weights/test_shard_model.py -k accumulation`.
+At two ranks in fp32 everything is bit-equal to data parallelism; at four, fp32 additions over ranks are in the same
+order as the reference's too, so it is bit-equal there as well, except for replicated parameters (an all-reduce in the
+backend's order), whose bound is written beside the test. Run one: `pytest tests/weights/test_shard_model.py -k
+accumulation`.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ def test_several_uses_of_a_weight_add_up(ranks, options):
 
 
 def _survives_exceptions():
-    plain, sharded, runtime = pair(layers=4)
+    plain, sharded, _ = pair(layers=4)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, sharded)]
     for step in range(6):
         every = batches(step)
@@ -225,8 +226,14 @@ def _steady_state():
         if step == 2:
             early = runtime.stats()
         if step in (20, 199):
-            sizes.append((runtime._gather_pool.reserved_bytes, runtime._wgrad_pool.reserved_bytes,
-                          runtime._gather_pool.live_buffers(), runtime._wgrad_pool.live_buffers()))
+            sizes.append(
+                (
+                    runtime._gather_pool.reserved_bytes,
+                    runtime._wgrad_pool.reserved_bytes,
+                    runtime._gather_pool.live_buffers(),
+                    runtime._wgrad_pool.live_buffers(),
+                )
+            )
     late = runtime.stats()
     hits = (late.prefetch_hits - early.prefetch_hits) / (late.consumes - early.consumes)
     return hits, sizes, runtime.trace()[:3]
