@@ -2,6 +2,7 @@
 
 from gtp.protocol.contract import DistributedWeight, Outcome
 from gtp.protocol.dispatch import (
+    describe_weight,
     finalize_weight_grads,
     is_distributed_weight,
     materialize_weight_for_backward,
@@ -13,6 +14,7 @@ from gtp.protocol.dispatch import (
 __all__ = [
     "DistributedWeight",
     "Outcome",
+    "describe_weight",
     "finalize_weight_grads",
     "is_distributed_weight",
     "materialize_weight_for_backward",

@@ -78,7 +78,7 @@ def weight_grad_buffers(weights: Sequence[torch.Tensor]) -> list[torch.Tensor] |
         _check_trailing(weights, index, buffer, "grad_buffer")
         if not buffer.is_contiguous():
             raise ProtocolError(
-                f"grad_buffer of {_describe(weights[index])} must be contiguous, got strides {buffer.stride()}"
+                f"grad_buffer of {describe_weight(weights[index])} must be contiguous, got strides {buffer.stride()}"
             )
     return buffers
 
@@ -100,7 +100,8 @@ def finalize_weight_grads(weights: Sequence[torch.Tensor], wgrads: Sequence[torc
         return list(wgrads)
     if len(wgrads) != len(weights):
         raise ProtocolError(
-            f"finalize_weight_grads got {len(wgrads)} wgrads for {len(weights)} weights led by {_describe(weights[0])}"
+            f"finalize_weight_grads got {len(wgrads)} wgrads for {len(weights)} weights led by "
+            f"{describe_weight(weights[0])}"
         )
     answer = _leader(weights).finalize_group_grads(wgrads[0] if len(wgrads) == 1 else list(wgrads))
     grads = _as_list(answer)
@@ -110,14 +111,14 @@ def finalize_weight_grads(weights: Sequence[torch.Tensor], wgrads: Sequence[torc
             continue
         if not isinstance(grad, torch.Tensor):
             raise ProtocolError(
-                f"finalize_group_grads of {_describe(weights[index])} must return a tensor of the shard's shape or "
-                f"None, got {type(grad).__name__}"
+                f"finalize_group_grads of {describe_weight(weights[index])} must return a tensor of the shard's shape "
+                f"or None, got {type(grad).__name__}"
             )
         with _plain():
             shard_shape, shape = weights[index].shape, grad.shape
         if shape != shard_shape:
             raise ProtocolError(
-                f"finalize_group_grads of {_describe(weights[index])} promised the shard's shape "
+                f"finalize_group_grads of {describe_weight(weights[index])} promised the shard's shape "
                 f"{tuple(shard_shape)}, got {tuple(shape)}"
             )
     return cast("list[torch.Tensor | None]", grads)
@@ -143,7 +144,7 @@ def _as_list(answer: object) -> list[object]:
 def _check_count(weights: Sequence[torch.Tensor], answer: list[object], call: str, promised: str) -> None:
     if len(answer) != len(weights):
         raise ProtocolError(
-            f"{call} of {_describe(weights[0])} promised {promised} ({len(weights)}), got {len(answer)}"
+            f"{call} of {describe_weight(weights[0])} promised {promised} ({len(weights)}), got {len(answer)}"
         )
 
 
@@ -158,22 +159,26 @@ def _check_full(weights: Sequence[torch.Tensor], answer: object, call: str) -> l
 def _check_trailing(weights: Sequence[torch.Tensor], index: int, tensor: object, call: str) -> None:
     weight = weights[index]
     if not isinstance(tensor, torch.Tensor):
-        raise ProtocolError(f"{call} of {_describe(weight)} must return a torch.Tensor, got {type(tensor).__name__}")
+        raise ProtocolError(
+            f"{call} of {describe_weight(weight)} must return a torch.Tensor, got {type(tensor).__name__}"
+        )
     if tensor is not weight and getattr(tensor, "is_distributed_weight", False):
         raise ProtocolError(
-            f"{call} of {_describe(weight)} returned a {type(tensor).__name__} that is distributed itself; "
+            f"{call} of {describe_weight(weight)} returned a {type(tensor).__name__} that is distributed itself; "
             "a full weight must be a plain tensor"
         )
     with _plain():
         shard_shape, shape = weight.shape, tensor.shape
     if len(shape) != len(shard_shape) or shape[1:] != shard_shape[1:]:
         raise ProtocolError(
-            f"{call} of {_describe(weight)} promised [rows, {', '.join(map(str, shard_shape[1:]))}], got {tuple(shape)}"
+            f"{call} of {describe_weight(weight)} promised [rows, {', '.join(map(str, shard_shape[1:]))}], got "
+            f"{tuple(shape)}"
         )
 
 
-def _describe(weight: torch.Tensor) -> str:
-    """A weight for an error message. Every torch.Tensor has a `name`, `None` unless its class gives it one."""
+def describe_weight(weight: torch.Tensor) -> str:
+    """A weight for an error message: its name where its class gives it one, its class, its shard's shape."""
+    # every torch.Tensor has a `name`, None unless its class gives it one
     with _plain():
         shape = tuple(weight.shape)
     name = getattr(weight, "name", None)
