@@ -108,8 +108,8 @@ class Schedule:
         # `_settled`. What the plan said between there and `_position` is added by `_settle`.
         self._resident: dict[int, bool] = {}
         self._settled = 0
-        self._joined = 0  # the position where following `_plan` began
-        self._joined_by_hit = -1  # the group, if the consume just before was a hit
+        self._joined = 0  # the position behind the last consume that the plan did not decide alone
+        self._joined_by_hit = -1  # its group, if it was a hit
         self._consumes = self._hits = self._wrong_guesses = self._kept = 0
 
     # -- events ----------------------------------------------------------------------------------------------------
@@ -162,6 +162,7 @@ class Schedule:
         self._settle()
         if group == hit:
             self._hits -= 1
+            self._joined, self._joined_by_hit = self._position, -1
         elif self._resident.pop(group, None) is not None:
             self._plan = None  # what is resident is not what the plan takes for granted; the next consume finds back
 

@@ -207,7 +207,7 @@ class Succession:
         del past[:-_LINES]
 
     def expected(self, names: Collection[int]) -> int | None:
-        """The best guess among `names`, the most recent one without any evidence; `None` if none was seen lately."""
+        """The best guess among `names`, at equal votes the most recent one; `None` if none was seen lately."""
         longest, votes = 0, dict[int, int]()
         for lag in range(1, len(self._past) + 1):
             name, run = self._past[-lag], self._runs[lag]
@@ -215,6 +215,4 @@ class Succession:
                 if run > longest:
                     longest, votes = run, {}
                 votes[name] = votes.get(name, 0) + 1
-        if longest == 0:
-            return next(iter(votes), None)
-        return max(votes, key=lambda name: votes[name])
+        return max(votes, key=lambda name: votes[name], default=None)
