@@ -73,8 +73,8 @@ class Reducer:
                 )
         padded = [self._take(group, member, wgrad) for member, wgrad in zip(group.members, wgrads, strict=True)]
         if self.accumulate_only:
-            for member, wgrad in zip(group.members, padded, strict=True):
-                self._hold(group, member, wgrad)
+            for member, contribution in zip(group.members, padded, strict=True):
+                self._hold(group, member, contribution)
             return
         for position, member in enumerate(group.members):
             held = self._unreduced.pop(member, None)

@@ -105,7 +105,7 @@ class Transport(abc.ABC):
 
     def start_all_reduce(self, flat: torch.Tensor, process_groups: Sequence[dist.ProcessGroup]) -> Any:
         """Starts summing `flat` (1-d, fp32 or fp64; replicated gradients) in place over each group in turn."""
-        works = []
+        works: list[dist.Work] = []
         for process_group in process_groups:
             for work in works:
                 work.wait()

@@ -56,7 +56,8 @@ class Axes:
                 f"gtp takes a 1-d mesh (gtp) or a 2-d mesh (replicate, gtp), got {mesh.ndim} dims: {mesh}. Slice it, "
                 "as in mesh['replicate', 'gtp']"
             )
-        if group_or_mesh is dist.GroupMember.NON_GROUP_MEMBER:
+        given: object = group_or_mesh
+        if given is dist.GroupMember.NON_GROUP_MEMBER:
             raise GTPValueError(
                 f"rank {dist.get_rank()} is not in the group it was given: torch.distributed.new_group returns a "
                 "placeholder on ranks outside; call gtp.shard_model on the members only, each with its own group"

@@ -111,7 +111,7 @@ def _local_power_sum(local: torch.Tensor, order: float) -> torch.Tensor:
     wide = torch.promote_types(local.dtype, torch.float32)
     if local.numel() == 0:
         return torch.zeros((), dtype=wide, device=local.device)
-    norm = torch.linalg.vector_norm(local, order, dtype=wide)
+    norm: torch.Tensor = torch.linalg.vector_norm(local, order, dtype=wide)
     return norm if order in (float("inf"), 0.0) else norm**order
 
 

@@ -94,7 +94,7 @@ class GTPWeight(torch.nn.Parameter):
         return self.handle.group.process_group
 
     @property
-    def name(self) -> str:  # type: ignore[override]
+    def name(self) -> str:
         """Fully qualified name in the model that was sharded."""
         return self.handle.name
 
@@ -253,7 +253,7 @@ class GTPWeight(torch.nn.Parameter):
     ) -> Any:
         return dispatch(GTPWeight, func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         handle, layout = self.handle, self.handle.layout
         with _plain():
             dtype, device = self.dtype, self.device
