@@ -83,8 +83,9 @@ def _managed_embedding(
         raise UnsupportedError(f"{describe_weight(weight)}: embedding takes a 2-d table [rows, dim]")
     if torch.is_grad_enabled() and trainable:
         return _apply(ids, weight, padding_idx, scale_grad_by_freq)
-    (full,) = materialize_weight_for_forward([weight])
-    return F.embedding(ids, full, padding_idx)
+    with torch.no_grad():  # a full table that requires grad would be kept by its graph
+        (full,) = materialize_weight_for_forward([weight])
+        return F.embedding(ids, full, padding_idx)
 
 
 class _Embedding(torch.autograd.Function):
@@ -116,9 +117,7 @@ class _Embedding(torch.autograd.Function):
         refuse_double_backward([weight])
         (ids,) = ctx.saved_tensors
         (buffer,) = wgrad_buffers([weight], ctx.rows)
-        wgrad = torch.ops.aten.embedding_dense_backward(
-            dy, ids, ctx.rows, ctx.padding_idx, ctx.scale_grad_by_freq
-        )
+        wgrad = torch.ops.aten.embedding_dense_backward(dy, ids, ctx.rows, ctx.padding_idx, ctx.scale_grad_by_freq)
         if buffer is not None:
             wgrad = buffer.copy_(wgrad)
         (grad,) = finish_wgrads([weight], [wgrad])

@@ -72,7 +72,8 @@ def managed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         bias = autocast_to(bias, dtype)
     if torch.is_grad_enabled() and (trainable or x.requires_grad or (bias is not None and bias.requires_grad)):
         return _apply(x, weight, bias, dtype)
-    return gemm(x, weight, bias, dtype, trainable)
+    with torch.no_grad():  # a full weight that requires grad would be kept by its graph
+        return gemm(x, weight, bias, dtype, trainable)
 
 
 def check_shapes(x: torch.Tensor, weight: torch.Tensor, shape: torch.Size) -> None:

@@ -1,0 +1,295 @@
+"""`grouped_linear`: one linear per expert, over weights that are gathered together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+
+from gtp.errors import GTPValueError, UnsupportedError
+from gtp.ops._common import (
+    ShardVersions,
+    as_rows,
+    autocast_dtype,
+    autocast_to,
+    check_dtype,
+    check_rows,
+    finish_wgrads,
+    is_managed,
+    main_grad_dtype,
+    outside_graphs,
+    plain_access,
+    refuse_distributed,
+    refuse_double_backward,
+    wgrad_buffers,
+    write_wgrad,
+)
+from gtp.ops.linear import check_shapes
+from gtp.protocol import (
+    describe_weight,
+    is_distributed_weight,
+    materialize_weight_for_backward,
+    materialize_weight_for_forward,
+)
+
+
+def grouped_linear(
+    input: torch.Tensor,
+    m_splits: Sequence[int] | torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """`linear(input_e, weights[e], biases[e])` for consecutive blocks of rows `input_e`, one per expert e.
+
+    The weights are one group, leader first: gathered together, reduced together. An expert without tokens gets a wgrad
+    of exact zeros. Rows after the last block are padding: whatever they hold, NaN included, their output and their
+    gradient are zero, and nothing else depends on them. Otherwise as `gtp.ops.linear`, wgrads first.
+
+    One GEMM per expert; on CUDA in bf16 without biases, where full weights lie evenly spaced in one buffer (as gtp's
+    runtime gathers a group), forward and dgrad are one grouped GEMM each.
+
+    Args:
+        input: `[*, in]`; leading dims are flattened to rows.
+        m_splits: Rows per expert, `len(weights)` numbers. A tensor on a GPU is read to the host, which synchronizes.
+        weights: Distributed `[shard_rows, in]`, each this rank's rows of its full `[out, in]`; or plain `[out, in]`.
+        biases: `[out]` per expert, plain, replicated.
+
+    Returns:
+        `[*, out]`.
+
+    Raises:
+        GTPValueError: splits, weights, biases or shapes do not go together; more rows in the splits than in the input.
+        UnsupportedError: some weights of the group are distributed or trainable and others not; double backward.
+        GTPStateError: in backward, a weight was written after the forward.
+    """
+    bias_list: list[torch.Tensor] = [] if biases is None else list(biases)
+    refuse_distributed("grouped_linear", input=input)
+    for bias in bias_list:
+        refuse_distributed("grouped_linear", biases=bias)
+    _check_counts(weights, m_splits, biases)
+    splits = _splits(m_splits, math.prod(input.shape[:-1]))
+    if not any(is_managed(w) for w in weights):
+        return _plain(input, splits, weights, bias_list)
+    return _managed_grouped_linear(input, splits, list(weights), bias_list)
+
+
+def _check_counts(
+    weights: Sequence[torch.Tensor], m_splits: Sequence[int] | torch.Tensor, biases: Sequence[torch.Tensor] | None
+) -> None:
+    if not weights:
+        raise GTPValueError("grouped_linear needs at least one weight")
+    if len(m_splits) != len(weights):
+        raise GTPValueError(f"m_splits has {len(m_splits)} entries for {len(weights)} weights; give one per expert")
+    if biases is not None and len(biases) != len(weights):
+        raise GTPValueError(
+            f"biases has {len(biases)} entries for {len(weights)} weights; give one per expert, or None"
+        )
+
+
+def _splits(m_splits: Sequence[int] | torch.Tensor, rows: int) -> list[int]:
+    splits = [int(n) for n in (m_splits.tolist() if isinstance(m_splits, torch.Tensor) else m_splits)]
+    if any(n < 0 for n in splits):
+        raise GTPValueError(f"m_splits must not be negative, got {splits}")
+    if sum(splits) > rows:
+        raise GTPValueError(
+            f"m_splits {splits} add up to {sum(splits)} rows, the input has {rows}. They may add up to fewer (the rest "
+            "is padding), not to more"
+        )
+    return splits
+
+
+def _plain(
+    x: torch.Tensor, splits: list[int], weights: Sequence[torch.Tensor], biases: list[torch.Tensor]
+) -> torch.Tensor:
+    rows = as_rows(x)
+    *blocks, tail = rows.split([*splits, rows.shape[0] - sum(splits)])
+    out = [F.linear(block, weights[i], biases[i] if biases else None) for i, block in enumerate(blocks)]
+    out.append(out[0].new_zeros(tail.shape[0], out[0].shape[1]))
+    return torch.cat(out).view(*x.shape[:-1], out[0].shape[1])
+
+
+@outside_graphs
+def _managed_grouped_linear(
+    x: torch.Tensor, splits: list[int], weights: list[torch.Tensor], biases: list[torch.Tensor]
+) -> torch.Tensor:
+    trainable = _check_group(x, weights)
+    dtype = autocast_dtype(x)
+    x = autocast_to(x, dtype)
+    biases = [autocast_to(b, dtype) for b in biases]
+    if torch.is_grad_enabled() and (trainable or x.requires_grad or any(b.requires_grad for b in biases)):
+        return _apply(x, splits, dtype, len(weights), *weights, *biases)
+    with torch.no_grad():
+        return _forward(x, splits, weights, biases, dtype)
+
+
+def _check_group(x: torch.Tensor, weights: list[torch.Tensor]) -> bool:
+    """Whether the group is trainable; found out, and everything else checked, before any collective."""
+    with plain_access():
+        shapes = [w.shape for w in weights]
+        trainable = [w.requires_grad for w in weights]
+    distributed = [is_distributed_weight(w) for w in weights]
+    for what, flags in (("distributed", distributed), ("trainable", trainable)):
+        if len(set(flags)) > 1:
+            odd = weights[flags.index(not flags[0])]
+            raise UnsupportedError(
+                f"{describe_weight(odd)}: weights of one group are gathered and reduced together, and of this group "
+                f"some are {what} and others not. Make them alike"
+            )
+    for weight, shape in zip(weights, shapes, strict=True):
+        check_shapes(x, weight, shape)
+    return trainable[0]
+
+
+def _full_weights(
+    gathered: list[torch.Tensor], weights: list[torch.Tensor], x: torch.Tensor, dtype: torch.dtype | None
+) -> list[torch.Tensor]:
+    full = [autocast_to(g, dtype) for g in gathered]
+    for weight, tensor in zip(weights, full, strict=True):
+        check_dtype(weight, tensor, x)
+        if tensor.shape != full[0].shape:
+            raise GTPValueError(
+                f"{describe_weight(weight)}: full weights of one group must have one shape, got {tuple(tensor.shape)} "
+                f"and {tuple(full[0].shape)}"
+            )
+    return full
+
+
+def _forward(
+    x: torch.Tensor,
+    splits: list[int],
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor],
+    dtype: torch.dtype | None,
+) -> torch.Tensor:
+    full = _full_weights(materialize_weight_for_forward(weights), weights, x, dtype)
+    rows = as_rows(x)
+    y = x.new_empty(rows.shape[0], full[0].shape[0])
+    stacked = None if biases else _stacked(rows, full)
+    if stacked is not None:
+        y = F.grouped_mm(rows, stacked.transpose(1, 2), offs=_ends(splits, rows.device))
+    else:
+        for i, (start, stop) in enumerate(_blocks(splits)):
+            if biases:
+                torch.addmm(biases[i], rows[start:stop], full[i].t(), out=y[start:stop])
+            else:
+                torch.mm(rows[start:stop], full[i].t(), out=y[start:stop])
+    y[sum(splits) :].zero_()
+    return y.view(*x.shape[:-1], y.shape[1])
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """
+    Per expert e of E, on its rows x_e `[m_e, in]`: W_e `[out, in]` full, shard `[shard_rows, in]`, b_e `[out]`,
+    y_e and dy_e `[m_e, out]`.
+
+    forward   y_e = x_e W_e^T + b_e
+    wgrad     dy_e^T x_e, all of them before one finalize for the group
+    dbias     sum of dy_e over rows
+    dgrad     dy_e W_e, the group gathered again
+
+    Saved: x if the group is trainable; weights as attributes ([Note: weights stay out of save_for_backward]).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        splits: list[int],
+        dtype: torch.dtype | None,
+        experts: int,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        weights, biases = list(parameters[:experts]), list(parameters[experts:])
+        y = _forward(x, splits, weights, biases, dtype)
+        ctx.weights = weights
+        ctx.splits = splits
+        ctx.autocast = dtype is not None
+        ctx.x_shape = x.shape
+        if any(ctx.needs_input_grad[4 : 4 + experts]):
+            ctx.save_for_backward(x)
+        if ctx.needs_input_grad[0]:
+            ctx.versions = ShardVersions(weights)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        weights, splits, experts = ctx.weights, ctx.splits, len(ctx.weights)
+        refuse_double_backward(weights)
+        need_x = ctx.needs_input_grad[0]
+        need_biases = ctx.needs_input_grad[4 + experts :]  # empty without biases
+        if need_x:
+            ctx.versions.check(weights)
+        dy_rows = as_rows(dy)
+        dweights: list[torch.Tensor | None] = [None] * experts
+        if any(ctx.needs_input_grad[4 : 4 + experts]):
+            (x,) = ctx.saved_tensors
+            dweights = _weight_gradients(weights, splits, dy_rows, as_rows(x), rounded=ctx.autocast)
+        blocks = _blocks(splits)
+        dbiases = [dy_rows[slice(*blocks[i])].sum(0) if need else None for i, need in enumerate(need_biases)]
+        dx = _input_gradient(weights, splits, dy_rows).view(ctx.x_shape) if need_x else None
+        return dx, None, None, None, *dweights, *dbiases
+
+
+_apply = cast("Callable[..., torch.Tensor]", _GroupedLinear.apply)
+
+
+def _weight_gradients(
+    weights: list[torch.Tensor], splits: list[int], dy_rows: torch.Tensor, x_rows: torch.Tensor, *, rounded: bool
+) -> list[torch.Tensor | None]:
+    buffers = wgrad_buffers(weights, dy_rows.shape[1])
+    wgrads = []
+    for weight, buffer, (start, stop) in zip(weights, buffers, _blocks(splits), strict=True):
+        wide = None if rounded else main_grad_dtype(weight) if buffer is None else buffer.dtype
+        wgrads.append(write_wgrad(dy_rows[start:stop], x_rows[start:stop], buffer, wide))
+    return finish_wgrads(weights, wgrads)
+
+
+def _input_gradient(weights: list[torch.Tensor], splits: list[int], dy_rows: torch.Tensor) -> torch.Tensor:
+    gathered = materialize_weight_for_backward(weights)
+    check_rows(weights, gathered, dy_rows.shape[1], "materialize_group_for_backward")
+    full = [autocast_to(g, dy_rows.dtype) for g in gathered]
+    stacked = _stacked(dy_rows, full)
+    if stacked is not None:
+        dx = F.grouped_mm(dy_rows, stacked, offs=_ends(splits, dy_rows.device))
+    else:
+        dx = dy_rows.new_empty(dy_rows.shape[0], full[0].shape[1])
+        for weight, (start, stop) in zip(full, _blocks(splits), strict=True):
+            torch.mm(dy_rows[start:stop], weight, out=dx[start:stop])
+    dx[sum(splits) :].zero_()
+    return dx
+
+
+def _blocks(splits: list[int]) -> list[tuple[int, int]]:
+    ends = list(accumulate(splits))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _ends(splits: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(list(accumulate(splits)), dtype=torch.int32, device=device)
+
+
+def _stacked(rows: torch.Tensor, full: list[torch.Tensor]) -> torch.Tensor | None:
+    """The full weights as one tensor `[experts, out, in]` without a copy, where the grouped GEMM serves; else None.
+
+    It serves bf16 on CUDA from compute capability 9.0 on, for matrices whose rows start at multiples of 16 bytes.
+    """
+    first = full[0]
+    if not (rows.is_cuda and rows.dtype is torch.bfloat16 and rows.is_contiguous() and len(full) > 1):
+        return None
+    if torch.cuda.get_device_capability(rows.device) < (9, 0) or rows.data_ptr() % 16 or first.data_ptr() % 16:
+        return None
+    step = full[1].storage_offset() - first.storage_offset()
+    storage = first.untyped_storage().data_ptr()
+    evenly = all(
+        t.is_contiguous()
+        and t.untyped_storage().data_ptr() == storage
+        and t.storage_offset() == first.storage_offset() + i * step
+        for i, t in enumerate(full)
+    )
+    if not evenly or step < first.numel() or step % 8 or first.shape[0] % 8 or first.shape[1] % 8:
+        return None
+    return first.as_strided((len(full), *first.shape), (step, *first.stride()))
