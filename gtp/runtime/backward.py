@@ -9,9 +9,13 @@ import torch
 from torch.autograd import Variable
 
 
-def in_backward() -> bool:
-    """Whether this thread is inside a node of a running backward (a recomputed forward counts)."""
-    return torch._C._current_graph_task_id() != -1
+NO_TASK = -1
+"""What `backward_task` answers outside a backward."""
+
+
+def backward_task() -> int:
+    """The engine's id of the backward in whose node this thread is (a recomputed forward counts), or `NO_TASK`."""
+    return int(torch._C._current_graph_task_id())
 
 
 class _EndOfTask:
@@ -39,37 +43,45 @@ class BackwardTracker:
 
     Args:
         on_end: Called once, inside the outermost `backward()`, after its last node.
+        on_failure: Called when a backward is entered, or work outside of one begins, and an earlier one is found to
+            have raised.
     """
 
-    def __init__(self, on_end: Callable[[], None]) -> None:
+    def __init__(self, on_end: Callable[[], None], on_failure: Callable[[], None]) -> None:
         self._on_end = on_end
+        self._on_failure = on_failure
         self._tasks: dict[int, weakref.ref[_EndOfTask]] = {}
+        self._current = NO_TASK  # the task seen last: ids are never used twice, so the same one is known and alive
 
-    def enter(self) -> None:
-        """To be called from every piece of work inside a backward, before it starts."""
-        task = torch._C._current_graph_task_id()
-        if task in self._tasks or task == -1:
+    def enter(self, task: int) -> None:
+        """To be called before every piece of work inside a backward, with the engine's id of it."""
+        if task == self._current:
             return
-        ended = _EndOfTask(task, self._ended)
-        self._tasks[task] = weakref.ref(ended)
-        Variable._execution_engine.queue_callback(ended)
+        if any(ref() is None for ref in self._tasks.values()):
+            self._fail()
+        if task not in self._tasks:
+            ended = _EndOfTask(task, self._ended)
+            self._tasks[task] = weakref.ref(ended)
+            Variable._execution_engine.queue_callback(ended)
+        self._current = task
 
-    @property
-    def pending(self) -> bool:
-        """Whether a backward was entered and has not ended. Outside of one, that means that it raised."""
-        return bool(self._tasks)
-
-    @property
-    def failed(self) -> bool:
-        """Whether a backward that was entered has died without ending."""
-        return any(ref() is None for ref in self._tasks.values())
+    def outside(self) -> None:
+        """To be called before work outside a backward: one that was entered and has not ended has raised."""
+        if self._tasks:
+            self._fail()
 
     def forget(self) -> None:
-        """Drops all tasks, after a failure was cleaned up."""
+        """Drops all tasks."""
         self._tasks.clear()
+        self._current = NO_TASK
+
+    def _fail(self) -> None:
+        self.forget()
+        self._on_failure()
 
     def _ended(self, task: int) -> None:
         self._tasks.pop(task, None)
+        self._current = NO_TASK
         if all(ref() is None for ref in self._tasks.values()):
             self._tasks.clear()
             self._on_end()

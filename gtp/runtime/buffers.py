@@ -24,11 +24,12 @@ _ALIGN = 256  # bytes between members of one buffer: what GEMMs and copy engines
 class Buffer:
     """One block of pooled memory. States: free, leased (`holds` > 0), lingering (holds == 0, storage still read)."""
 
-    __slots__ = ("_base", "_rest", "_storage", "_views", "events", "holds", "nbytes", "stream")
+    __slots__ = ("_address", "_base", "_rest", "_storage", "_views", "events", "holds", "nbytes", "stream")
 
     def __init__(self, base: torch.Tensor) -> None:
         self._base = base
         self._storage = base.untyped_storage()
+        self._address = self._storage._cdata
         self._views: dict[object, list[torch.Tensor]] = {}
         self._rest = self._use_count()
         self.nbytes = base.numel()
@@ -57,7 +58,7 @@ class Buffer:
         return self._use_count() > self._rest + dying
 
     def _use_count(self) -> int:
-        return int(torch._C._storage_Use_Count(self._storage._cdata))
+        return int(torch._C._storage_Use_Count(self._address))
 
 
 def nbytes_of(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> int:
@@ -74,6 +75,13 @@ def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 def _aligned(nbytes: int) -> int:
     return max(-(-nbytes // _ALIGN) * _ALIGN, _ALIGN)
+
+
+class _Lease(weakref.ref[torch.Tensor]):
+    """Sees the end of one handed-out tensor."""
+
+    __slots__ = ("buffer",)
+    buffer: Buffer
 
 
 class BufferPool:
@@ -93,7 +101,7 @@ class BufferPool:
         self._free: dict[int, list[Buffer]] = {}
         self._lingering: list[Buffer] = []
         self._spare_events: list[torch.cuda.Event] = []
-        self._handed: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._handed: dict[int, _Lease] = {}
         self.reserved_bytes = 0
         self.leased_bytes = 0
         self.peak_leased_bytes = 0
@@ -115,17 +123,9 @@ class BufferPool:
         buffer.holds += 1
         if self._on_cuda:
             buffer.stream = torch.cuda.current_stream(tensor.device)
-        pool = weakref.ref(self)
-        handed = self._handed
-
-        def ended(ref: weakref.ref[torch.Tensor]) -> None:
-            handed.pop(id(ref), None)
-            alive = pool()
-            if alive is not None:
-                alive.let_go(buffer, dying=1)  # the callback runs just before the tensor lets go of its storage
-
-        ref = weakref.ref(tensor, ended)
-        handed[id(ref)] = ref
+        lease = _Lease(tensor, self._ended)
+        lease.buffer = buffer
+        self._handed[id(lease)] = lease
 
     def let_go(self, buffer: Buffer, dying: int = 0) -> None:
         """Ends one hold. The last one frees the buffer, or leaves it lingering while views of it live."""
@@ -153,6 +153,11 @@ class BufferPool:
     def live_buffers(self) -> int:
         """Buffers that exist, free ones included."""
         return sum(map(len, self._free.values())) + len(self._lingering) + len(self._handed)
+
+    def _ended(self, lease: weakref.ref[torch.Tensor]) -> None:
+        del self._handed[id(lease)]
+        # the callback runs just before the tensor lets go of its storage
+        self.let_go(lease.buffer, dying=1)  # type: ignore[attr-defined]  # typed as any reference by `weakref`
 
     def _collect(self) -> None:
         still: list[Buffer] = []

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from gtp.config import GTPConfig
 from gtp.errors import GTPStateError, UnsupportedError
-from gtp.runtime.backward import BackwardTracker, in_backward
+from gtp.runtime.backward import NO_TASK, BackwardTracker, backward_task
 from gtp.runtime.buffers import BufferPool
 from gtp.runtime.checked import CheckedTransport
 from gtp.runtime.group import WeightGroup
@@ -51,7 +51,7 @@ class GTPRuntime:
         self._groups: list[WeightGroup] = []
         self._started = False
         self._forward_depth = 0
-        self._backward = BackwardTracker(self._end_of_backward)
+        self._backward = BackwardTracker(self._end_of_backward, self._abandon)
         self.replicated = ReplicatedGradients(
             transport, mean=config.grad_reduce == "mean", on_gradient=self._enter_backward
         )
@@ -134,7 +134,7 @@ class GTPRuntime:
 
     def enter_forward(self) -> None:
         """A forward of the whole model begins. Nested calls and recomputed ones change nothing."""
-        if self._forward_depth == 0 and not in_backward():
+        if self._forward_depth == 0 and backward_task() == NO_TASK:
             with torch.inference_mode(False), torch.no_grad():
                 self._ready()
                 self.replicated.hook_trainable()
@@ -144,7 +144,7 @@ class GTPRuntime:
     def exit_forward(self) -> None:
         """The forward has ended, by return or by exception. Without grad mode no backward follows: shards are free."""
         self._forward_depth = max(self._forward_depth - 1, 0)
-        if self._forward_depth == 0 and not torch.is_grad_enabled() and not in_backward():
+        if self._forward_depth == 0 and not torch.is_grad_enabled() and backward_task() == NO_TASK:
             with torch.inference_mode(False), torch.no_grad():
                 self._gatherer.close_line()
 
@@ -159,16 +159,14 @@ class GTPRuntime:
         """Full weights `[rows, *trailing]` of a group, plain tensors in the compute dtype."""
         if group.size == 1:
             return [m.shard.to(group.compute_dtype)[: m.rows] for m in group.members]
-        backward = in_backward()
-        if backward:
-            self._ready_in_backward()
-            if phase is Phase.FORWARD:
-                phase = Phase.RECOMPUTE
-        else:
-            self._ready()
+        task = self._ready()
+        inside = True
+        if task == NO_TASK:
+            inside = self._forward_depth > 0
+        elif phase is Phase.FORWARD:
+            phase = Phase.RECOMPUTE
         if self.config.debug:
             self._transport.agree(group.process_group, f"use {group.name} in {phase.name.lower()}")
-        inside = backward or self._forward_depth > 0
         if torch.is_inference_mode_enabled():
             # Pooled memory outlives the mode, and what is written through an inference tensor could not be reused.
             with torch.inference_mode(False), torch.no_grad():
@@ -177,20 +175,14 @@ class GTPRuntime:
 
     def grad_buffer(self, group: WeightGroup, position: int) -> torch.Tensor:
         """Where the wgrad of one member goes, `[rows, *trailing]`."""
-        if in_backward():
-            self._ready_in_backward()
-        else:
-            self._ready()
+        self._ready()
         return self._reducer.grad_buffer(group, position)
 
     def finalize(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> None:
         """Starts the reduction of a group's wgrads; they are delivered before backward ends, or at once outside one."""
-        if in_backward():
-            self._ready_in_backward()
-            self._reducer.finalize(group, wgrads)
-        else:
-            self._ready()
-            self._reducer.finalize(group, wgrads)
+        task = self._ready()
+        self._reducer.finalize(group, wgrads)
+        if task == NO_TASK:
             self._end_of_backward()
 
     # -- for users -----------------------------------------------------------------------------------------------
@@ -254,23 +246,24 @@ class GTPRuntime:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _ready(self) -> None:
-        """Outside a backward: start if this is the first use, clean up if a backward has died."""
-        if not self._started:
-            self.start()
-        if self._backward.pending:
-            self._abandon()
+    def _ready(self) -> int:
+        """To be called first by all work: starts at the first use, and cleans up if a backward has died.
 
-    def _ready_in_backward(self) -> None:
+        Returns:
+            The running backward's task, or `NO_TASK`.
+        """
         if not self._started:
             self.start()
-        if self._backward.failed:
-            self._abandon()
-        self._backward.enter()
+        task = backward_task()
+        if task == NO_TASK:
+            self._backward.outside()
+        else:
+            self._backward.enter(task)
+        return task
 
     def _enter_backward(self) -> None:
-        if in_backward():
-            self._ready_in_backward()
+        if backward_task() != NO_TASK:
+            self._ready()
 
     def _abandon(self) -> None:
         """A forward or backward raised: nothing of it is delivered, nothing stays in flight."""
