@@ -35,22 +35,25 @@ weight N/R or N is that of the full weight, which is gathered over a group of it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from gtp.errors import GTPValueError
+from gtp.ops._collective_common import (
+    KeptWeights,
+    WgradTarget,
+    autocast_operands,
+    backward_matrix,
+    check_dtypes,
+    check_operands,
+    forward_matrix,
+)
+from gtp.ops._common import autocast_dtype, outside_graphs, write_wgrad
 from gtp.ops.collective_backends import Factor, GemmBackend
 from gtp.ops.sequence import from_rows, rows_of
-from gtp.protocol import (
-    finalize_weight_grads,
-    is_distributed_weight,
-    materialize_weight_for_backward,
-    materialize_weight_for_forward,
-    weight_grad_buffers,
-)
 
 _Optional = torch.Tensor | None
 
@@ -60,20 +63,27 @@ class AllGatherLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_shard_m: torch.Tensor, weight: torch.Tensor, bias: _Optional, backend: GemmBackend
+        ctx: Any,
+        x_shard_m: torch.Tensor,
+        weight: torch.Tensor,
+        bias: _Optional,
+        backend: GemmBackend,
+        autocast: torch.dtype | None,
     ) -> torch.Tensor:
         """
         Args:
             x_shard_m: `[M/R, K]`.
             weight: `[N/R, K]`.
             bias: `[N/R]` or None.
+            backend: Moves the activations.
+            autocast: Its dtype where it is on; x and bias have it already.
 
         Returns:
             `[M, N/R]`.
         """
-        ys, x_shard_k_t = _gather_forward(backend, x_shard_m, [weight], [bias], keep=ctx.needs_input_grad[1])
-        ctx.backend = backend
-        ctx.save_for_backward(x_shard_k_t, weight)
+        keep = ctx.needs_input_grad[1]
+        ys, x_shard_k_t = _gather_forward(backend, x_shard_m, [weight], [bias], autocast, keep=keep)
+        _keep(ctx, backend, autocast, x_shard_k_t, [weight])
         return ys[0]
 
     @staticmethod
@@ -81,7 +91,7 @@ class AllGatherLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[_Optional, ...]:
         needs = ctx.needs_input_grad
         dx, dweights, dbiases = _gather_backward(ctx, [dy], needs[0], needs[1:2], needs[2:3])
-        return dx, *dweights, *dbiases, None
+        return dx, *dweights, *dbiases, None, None
 
 
 class AllGatherLinearMulti(torch.autograd.Function):
@@ -92,7 +102,13 @@ class AllGatherLinearMulti(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, backend: GemmBackend, x_shard_m: torch.Tensor, *weights_then_biases: Any) -> Any:
+    def forward(
+        ctx: Any,
+        backend: GemmBackend,
+        autocast: torch.dtype | None,
+        x_shard_m: torch.Tensor,
+        *weights_then_biases: Any,
+    ) -> Any:
         """
         Args:
             x_shard_m: `[M/R, K]`.
@@ -103,10 +119,9 @@ class AllGatherLinearMulti(torch.autograd.Function):
         """
         count = len(weights_then_biases) // 2
         weights, biases = weights_then_biases[:count], weights_then_biases[count:]
-        keep = any(ctx.needs_input_grad[2 : 2 + count])
-        ys, x_shard_k_t = _gather_forward(backend, x_shard_m, weights, biases, keep=keep)
-        ctx.backend = backend
-        ctx.save_for_backward(x_shard_k_t, *weights)
+        keep = any(ctx.needs_input_grad[3 : 3 + count])
+        ys, x_shard_k_t = _gather_forward(backend, x_shard_m, weights, biases, autocast, keep=keep)
+        _keep(ctx, backend, autocast, x_shard_k_t, weights)
         # an unused output must not cost GEMMs on zeros
         ctx.set_materialize_grads(False)
         return tuple(ys)
@@ -115,8 +130,8 @@ class AllGatherLinearMulti(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *dys: _Optional) -> tuple[_Optional, ...]:
         needs, count = ctx.needs_input_grad, len(dys)
-        dx, dweights, dbiases = _gather_backward(ctx, dys, needs[1], needs[2 : 2 + count], needs[2 + count :])
-        return None, dx, *dweights, *dbiases
+        dx, dweights, dbiases = _gather_backward(ctx, dys, needs[2], needs[3 : 3 + count], needs[3 + count :])
+        return None, None, dx, *dweights, *dbiases
 
 
 class LinearReduceScatter(torch.autograd.Function):
@@ -124,43 +139,50 @@ class LinearReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_shard_k: torch.Tensor, weight: torch.Tensor, bias: _Optional, backend: GemmBackend
+        ctx: Any,
+        x_shard_k: torch.Tensor,
+        weight: torch.Tensor,
+        bias: _Optional,
+        backend: GemmBackend,
+        autocast: torch.dtype | None,
     ) -> torch.Tensor:
         """
         Args:
             x_shard_k: `[M, K/R]`.
             weight: `[N, K/R]`.
             bias: `[N]` or None, the same on all ranks. Added once, after the sum over ranks.
+            backend: Moves the activations.
+            autocast: Its dtype where it is on; x and bias have it already.
 
         Returns:
             `[M/R, N]`.
         """
-        ctx.backend = backend
-        ctx.save_for_backward(x_shard_k if ctx.needs_input_grad[1] else None, weight)
-        return _scatter_forward(backend, x_shard_k, weight, bias)
+        _keep(ctx, backend, autocast, x_shard_k if ctx.needs_input_grad[1] else None, [weight])
+        return _scatter_forward(backend, x_shard_k, weight, bias, autocast)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[_Optional, ...]:
         backend: GemmBackend = ctx.backend
-        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
-        x_shard_k, weight = ctx.saved_tensors
+        needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
+        x_shard_k, [weight] = _kept(ctx, check=needs_dx)
         dx = dw = db = None
         with backend.gather(dy_shard_m.contiguous()) as gathering:
             # see [Note: wgrad first]
             if needs_dx and backend.gathers_under_matmul:
-                dx = gathering.matmul([Factor(_full(weight, dy_shard_m, backward=True))])[0]
+                dx = gathering.matmul([Factor(backward_matrix(weight, dy_shard_m))])[0]
             if needs_dw:
-                target = _WgradTarget(weight, x_shard_k)
-                torch.mm(gathering.full().t(), x_shard_k, out=target.matrix)
-                dw = target.finalize()
+                target = WgradTarget(weight, dy_shard_m.shape[1], x_shard_k, rounded=ctx.autocast)
+                write_wgrad(gathering.full(), x_shard_k, target.matrix, target.matrix.dtype)
+                dw = target.finish()
             if needs_dx and dx is None:
-                dx = gathering.matmul([Factor(_full(weight, dy_shard_m, backward=True))])[0]
+                dx = gathering.matmul([Factor(backward_matrix(weight, dy_shard_m))])[0]
             if needs_db:
                 db = gathering.full().sum(0)
-        return dx, dw, db, None
+        return dx, dw, db, None, None
 
 
+@outside_graphs
 def all_gather_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -188,6 +210,7 @@ def all_gather_linear(
     return all_gather_linear_multi(x, [weight], [bias], backend=backend, sequence_dim=sequence_dim)[0]
 
 
+@outside_graphs
 def all_gather_linear_multi(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
@@ -204,25 +227,27 @@ def all_gather_linear_multi(
         biases = [None] * len(weights)
     if len(biases) != len(weights):
         raise GTPValueError(f"{who}: got {len(biases)} biases for {len(weights)} weights: one each, or None")
-    x, weights, biases = _autocast(x, weights, biases)
     for weight, bias in zip(weights, biases, strict=True):
-        _check_operands(who, x, weight, bias, backend)
+        check_operands(who, x, weight, bias, backend, bias_in_gemm=True)
     if x.shape[-1] % backend.size:
         raise GTPValueError(
             f"{who}: {x.shape[-1]} in features do not split over {backend.size} ranks: backward exchanges slices of "
             "them. Use a multiple, or a smaller tensor-parallel group"
         )
-    x_rows = rows_of(x, sequence_dim, who)
+    autocast = autocast_dtype(x)
+    x_rows, weights, biases = autocast_operands(autocast, rows_of(x, sequence_dim, who), weights, biases)
+    check_dtypes(x_rows, weights)
     if not torch.is_grad_enabled():
-        ys: Sequence[torch.Tensor] = _gather_forward(backend, x_rows, weights, biases, keep=False)[0]
+        ys: Sequence[torch.Tensor] = _gather_forward(backend, x_rows, weights, biases, autocast, keep=False)[0]
     elif len(weights) == 1:
-        ys = [AllGatherLinear.apply(x_rows, weights[0], biases[0], backend)]  # type: ignore[no-untyped-call]
+        ys = [_all_gather_linear(x_rows, weights[0], biases[0], backend, autocast)]
     else:
-        ys = AllGatherLinearMulti.apply(backend, x_rows, *weights, *biases)  # type: ignore[no-untyped-call]
+        ys = _all_gather_linear_multi(backend, autocast, x_rows, *weights, *biases)
     sequence = x.shape[sequence_dim] * backend.size
     return tuple(from_rows(y, x, sequence_dim, sequence) for y in ys)
 
 
+@outside_graphs
 def linear_reduce_scatter(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -248,8 +273,7 @@ def linear_reduce_scatter(
         DesyncError: ranks come with different shapes (see `Agreement` for when this is noticed).
     """
     who = "linear_reduce_scatter"
-    x, [weight], [bias] = _autocast(x, [weight], [bias])
-    _check_operands(who, x, weight, bias, backend, bias_in_gemm=False)
+    check_operands(who, x, weight, bias, backend, bias_in_gemm=False)
     x_rows = rows_of(x, sequence_dim, who)
     sequence = x.shape[sequence_dim]
     if sequence % backend.size:
@@ -257,11 +281,19 @@ def linear_reduce_scatter(
             f"{who}: a sequence of {sequence} (dim {sequence_dim} of x {tuple(x.shape)}) does not split over "
             f"{backend.size} ranks: pad it to a multiple"
         )
+    autocast = autocast_dtype(x)
+    x_rows, [weight], [bias] = autocast_operands(autocast, x_rows, [weight], [bias])
+    check_dtypes(x_rows, [weight])
     if torch.is_grad_enabled():
-        y: torch.Tensor = LinearReduceScatter.apply(x_rows, weight, bias, backend)  # type: ignore[no-untyped-call]
+        y = _linear_reduce_scatter(x_rows, weight, bias, backend, autocast)
     else:
-        y = _scatter_forward(backend, x_rows, weight, bias)
+        y = _scatter_forward(backend, x_rows, weight, bias, autocast)
     return from_rows(y, x, sequence_dim, sequence // backend.size)
+
+
+_all_gather_linear = cast("Callable[..., torch.Tensor]", AllGatherLinear.apply)
+_all_gather_linear_multi = cast("Callable[..., tuple[torch.Tensor, ...]]", AllGatherLinearMulti.apply)
+_linear_reduce_scatter = cast("Callable[..., torch.Tensor]", LinearReduceScatter.apply)
 
 
 def _gather_forward(
@@ -269,13 +301,14 @@ def _gather_forward(
     x_shard_m: torch.Tensor,
     weights: Sequence[torch.Tensor],
     biases: Sequence[_Optional],
+    autocast: torch.dtype | None,
     *,
     keep: bool,
 ) -> tuple[list[torch.Tensor], _Optional]:
     """Outputs `[M, N_i/R]` and, if `keep`, the saved slice `[K/R, M]`."""
     with backend.gather(x_shard_m.contiguous()) as gathering:
         # each weight leads a group of its own; their gathers and the activation's are under way together
-        matrices = [_full(weight, x_shard_m) for weight in weights]
+        matrices = [forward_matrix(weight, x_shard_m, autocast) for weight in weights]
         ys = gathering.matmul([Factor(w.t(), bias) for w, bias in zip(matrices, biases, strict=True)])
         if not keep:
             return ys, None
@@ -289,91 +322,45 @@ def _gather_backward(
 ) -> tuple[_Optional, list[_Optional], list[_Optional]]:
     """Gradients of input, weights and biases; dys are `[M, N_i/R]`, None where an output was not used."""
     backend: GemmBackend = ctx.backend
-    x_shard_k_t, *weights = ctx.saved_tensors
-    used = [(i, dy) for i, dy in enumerate(dys) if dy is not None]
+    x_shard_k_t, weights = _kept(ctx, check=needs_dx)
+    used = [(weight, dy) for weight, dy in zip(weights, dys, strict=True) if dy is not None]
     dweights: list[_Optional] = [None] * len(dys)
-    wanted = [(i, dy, _WgradTarget(weights[i], x_shard_k_t)) for i, dy in used if needs_dw[i]]
+    wanted = [
+        (i, dy, WgradTarget(weights[i], dy.shape[1], x_shard_k_t, rounded=ctx.autocast))
+        for i, dy in enumerate(dys)
+        if dy is not None and needs_dw[i]
+    ]
     if wanted:
         with backend.gather(x_shard_k_t) as gathering:
             gathering.matmul([Factor(dy, out=target.matrix.t()) for _, dy, target in wanted])
         for i, _, target in wanted:
-            dweights[i] = target.finalize()
+            dweights[i] = target.finish()
     dx = None
     if needs_dx and used:
-        dx = backend.matmul_reduce_scatter([(dy, _full(weights[i], dy, backward=True)) for i, dy in used])
+        dx = backend.matmul_reduce_scatter([(dy, backward_matrix(weight, dy)) for weight, dy in used])
     dbiases = [dy.sum(0) if needed and dy is not None else None for dy, needed in zip(dys, needs_db, strict=True)]
     return dx, dweights, dbiases
 
 
 def _scatter_forward(
-    backend: GemmBackend, x_shard_k: torch.Tensor, weight: torch.Tensor, bias: _Optional
+    backend: GemmBackend, x_shard_k: torch.Tensor, weight: torch.Tensor, bias: _Optional, autocast: torch.dtype | None
 ) -> torch.Tensor:
-    y = backend.matmul_reduce_scatter([(x_shard_k, _full(weight, x_shard_k).t())])
+    y = backend.matmul_reduce_scatter([(x_shard_k, forward_matrix(weight, x_shard_k, autocast).t())])
     return y if bias is None else y.add_(bias)
 
 
-class _WgradTarget:
-    """Where the wgrad of one weight is written: its own grad buffer if it is distributed, else fresh memory.
-
-    Attributes:
-        matrix: `[N, K]`, contiguous, in the dtype of the GEMM.
-    """
-
-    def __init__(self, weight: torch.Tensor, operand: torch.Tensor) -> None:
-        buffers = weight_grad_buffers([weight])
-        self._weight = weight
-        self._buffer = operand.new_empty(weight.shape) if buffers is None else buffers[0]
-        rows = self._buffer.view(-1, self._buffer.shape[-1])
-        # an implementer may want its gradient in another dtype than the GEMM's
-        self.matrix = rows if rows.dtype == operand.dtype else torch.empty_like(rows, dtype=operand.dtype)
-
-    def finalize(self) -> _Optional:
-        """Hands the written wgrad in; returns what autograd is given."""
-        if self.matrix.dtype != self._buffer.dtype:
-            self._buffer.copy_(self.matrix.view(self._buffer.shape))
-        return finalize_weight_grads([self._weight], [self._buffer])[0]
-
-
-def _autocast(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[_Optional]
-) -> tuple[torch.Tensor, list[torch.Tensor], list[_Optional]]:
-    """Operands as `F.linear` would see them under autocast. A distributed weight is cast when it is whole."""
-    if not torch.is_autocast_enabled(x.device.type):
-        return x, list(weights), list(biases)
-    dtype = torch.get_autocast_dtype(x.device.type)
-    plain = [w if is_distributed_weight(w) else w.to(dtype) for w in weights]
-    return x.to(dtype), plain, [b if b is None else b.to(dtype) for b in biases]
-
-
-def _full(weight: torch.Tensor, like: torch.Tensor, *, backward: bool = False) -> torch.Tensor:
-    """The full weight as a matrix `[N, K]` in `like`'s dtype."""
-    full = (materialize_weight_for_backward if backward else materialize_weight_for_forward)([weight])[0]
-    matrix = full.flatten(0, -2) if full.ndim > 2 else full
-    if matrix.dtype == like.dtype:
-        return matrix
-    if not backward and not torch.is_autocast_enabled(like.device.type):
-        raise GTPValueError(
-            f"collective GEMM: x is {like.dtype} and the weight is {matrix.dtype}: cast one to the other's dtype, or "
-            "use torch.autocast"
-        )
-    return matrix.to(like.dtype)
-
-
-def _check_operands(
-    who: str, x: torch.Tensor, weight: torch.Tensor, bias: _Optional, backend: GemmBackend, *, bias_in_gemm: bool = True
+def _keep(
+    ctx: Any, backend: GemmBackend, autocast: torch.dtype | None, x: _Optional, weights: Sequence[torch.Tensor]
 ) -> None:
-    if weight.ndim < 2 or weight.shape[-1] != x.shape[-1]:
-        raise GTPValueError(
-            f"{who}: the weight must be [..., in features] with x's {x.shape[-1]} in features, got weight "
-            f"{tuple(weight.shape)} for x {tuple(x.shape)}"
-        )
-    if bias is None:
-        return
-    if bias_in_gemm and not backend.takes_bias:
-        raise GTPValueError(
-            f"{who}: tp_gemm_backend={backend.name!r} takes no bias in the GEMM. Use bias=False, or 'copy_engine' or "
-            "'collective'"
-        )
-    rows = None if is_distributed_weight(weight) else weight.numel() // weight.shape[-1]
-    if bias.ndim != 1 or rows not in (None, bias.shape[0]):
-        raise GTPValueError(f"{who}: the bias must be [{rows or 'out features'}], got {tuple(bias.shape)}")
+    ctx.backend = backend
+    ctx.autocast = autocast is not None
+    ctx.kept = KeptWeights(weights)
+    ctx.save_for_backward(x, *ctx.kept.for_saving)
+
+
+def _kept(ctx: Any, *, check: bool) -> tuple[Any, list[torch.Tensor]]:
+    """What `_keep` was given: x, or None if no weight needed it, and the weights."""
+    x, *saved = ctx.saved_tensors
+    if check:
+        ctx.kept.check_unchanged()
+    return x, ctx.kept.back(saved)

@@ -81,10 +81,16 @@ class _Gathering(Gathering):
 def multiply(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`a @ b + bias`, rounded once, in one GEMM."""
-    if bias is None:
-        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
-    return torch.addmm(bias, a, b) if out is None else torch.addmm(bias, a, b, out=out)
+    """`a @ b + bias`, rounded once, in one GEMM. `out` may be fp32 where the operands are narrower."""
+    if bias is not None:
+        return torch.addmm(bias, a, b) if out is None else torch.addmm(bias, a, b, out=out)
+    if out is None:
+        return torch.mm(a, b)
+    if out.dtype is a.dtype:
+        return torch.mm(a, b, out=out)
+    if a.is_cuda and out.dtype is torch.float32:
+        return torch.mm(a, b, out_dtype=out.dtype, out=out)
+    return out.copy_(torch.mm(a, b))
 
 
 def sum_of_products(

@@ -1,0 +1,158 @@
+"""`silu_and_mul`: the activation of SwiGLU, `silu(gate) * up`. Triton on CUDA, torch elsewhere.
+
+Computed in fp32 (fp64 for fp64) and rounded once, forward and backward. For fp32 and fp64 inputs on the CPU this is,
+bit for bit, `F.silu(gate) * up`; for bf16 it is more accurate than that expression, which rounds `silu(gate)` first.
+
+    y = silu(g) u                       s = sigmoid(g)
+    dg = dy u s (1 + g (1 - s))         du = dy silu(g)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from gtp.errors import GTPValueError
+
+RowLimit = int | torch.Tensor | None
+
+
+def silu_and_mul(gate: torch.Tensor, up: torch.Tensor, *, num_rows: RowLimit = None) -> torch.Tensor:
+    """`silu(gate) * up`.
+
+    Args:
+        gate: `[..., H]`, any strides.
+        up: The same shape and dtype, any strides.
+        num_rows: How many of the rows (all dims but the last, flattened) count; an int, or an integer tensor of one
+            element, which is not read on the host. Rows from there on give 0 and receive gradient 0, whatever they
+            hold: token buffers of a mixture of experts are longer than what the splits say. None: all rows.
+
+    Returns:
+        `[..., H]`, contiguous.
+
+    Raises:
+        GTPValueError: shapes or dtypes differ, or `num_rows` is not a row count.
+    """
+    if gate.shape != up.shape or gate.dtype != up.dtype or gate.device != up.device:
+        raise GTPValueError(
+            "silu_and_mul: gate and up must have one shape, dtype and device, got "
+            f"{tuple(gate.shape)} {gate.dtype} on {gate.device} and {tuple(up.shape)} {up.dtype} on {up.device}"
+        )
+    _check(gate, num_rows)
+    y: torch.Tensor = _SiluAndMul.apply(gate, up, num_rows)  # type: ignore[no-untyped-call]
+    return y
+
+
+def silu_and_mul_pairs(pairs: torch.Tensor, *, num_rows: RowLimit = None) -> torch.Tensor:
+    """As `silu_and_mul`, for a fused projection whose output features alternate gate, up, gate, up.
+
+    Its gradient is one tensor, written once: two strided views of `pairs` would cost two zero-filled ones and a sum.
+
+    Args:
+        pairs: `[..., H, 2]`: gate at index 0 of the last dim, up at index 1; any strides.
+        num_rows: As in `silu_and_mul`; rows are all dims but the last two, flattened.
+
+    Returns:
+        `[..., H]`, contiguous.
+    """
+    if pairs.ndim < 2 or pairs.shape[-1] != 2:
+        raise GTPValueError(f"silu_and_mul_pairs: pairs must be [..., H, 2], got {tuple(pairs.shape)}")
+    _check(pairs, num_rows)
+    y: torch.Tensor = _SiluAndMulPairs.apply(pairs, num_rows)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _SiluAndMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, num_rows: RowLimit) -> torch.Tensor:
+        ctx.num_rows = num_rows
+        ctx.save_for_backward(gate, up)
+        out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        _forward(gate, up, num_rows, out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        gate, up = ctx.saved_tensors
+        dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        dup = torch.empty_like(dgate)
+        _backward(dy, gate, up, ctx.num_rows, dgate, dup)
+        return dgate, dup, None
+
+
+class _SiluAndMulPairs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pairs: torch.Tensor, num_rows: RowLimit) -> torch.Tensor:
+        ctx.num_rows = num_rows
+        ctx.save_for_backward(pairs)
+        out = torch.empty(pairs.shape[:-1], dtype=pairs.dtype, device=pairs.device)
+        _forward(pairs[..., 0], pairs[..., 1], num_rows, out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (pairs,) = ctx.saved_tensors
+        dpairs = torch.empty(pairs.shape, dtype=pairs.dtype, device=pairs.device)
+        _backward(dy, pairs[..., 0], pairs[..., 1], ctx.num_rows, dpairs[..., 0], dpairs[..., 1])
+        return dpairs, None
+
+
+def _forward(gate: torch.Tensor, up: torch.Tensor, num_rows: RowLimit, out: torch.Tensor) -> None:
+    if gate.device.type == "cuda":
+        from gtp.ops.kernels.silu import silu_and_mul_forward
+
+        return silu_and_mul_forward(gate, up, num_rows, out)
+    wide = _wide(gate)
+    y = F.silu(gate.to(wide)) * up.to(wide)
+    out.copy_(_limited(y, num_rows))
+
+
+def _backward(
+    dy: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    num_rows: RowLimit,
+    dgate: torch.Tensor,
+    dup: torch.Tensor,
+) -> None:
+    """Writes `dgate` and `dup`, any strides."""
+    if gate.device.type == "cuda":
+        from gtp.ops.kernels.silu import silu_and_mul_backward
+
+        return silu_and_mul_backward(dy, gate, up, num_rows, dgate, dup)
+    wide = _wide(gate)
+    g, u, d = gate.to(wide), up.to(wide), dy.to(wide)
+    dgate.copy_(_limited(torch.ops.aten.silu_backward(d * u, g), num_rows))
+    dup.copy_(_limited(d * F.silu(g), num_rows))
+
+
+def _limited(values: torch.Tensor, num_rows: RowLimit) -> torch.Tensor:
+    """`values` with 0 in the rows from `num_rows` on, also where they hold NaN."""
+    if num_rows is None:
+        return values
+    rows = torch.arange(values[..., 0].numel(), device=values.device).view(values.shape[:-1])
+    return torch.where((rows < num_rows).unsqueeze(-1), values, 0.0)
+
+
+def _wide(t: torch.Tensor) -> torch.dtype:
+    return torch.float64 if t.dtype == torch.float64 else torch.float32
+
+
+def _check(t: torch.Tensor, num_rows: RowLimit) -> None:
+    if not t.is_floating_point():
+        raise GTPValueError(f"silu_and_mul: needs a floating-point tensor, got {t.dtype}")
+    if isinstance(num_rows, torch.Tensor):
+        if num_rows.numel() != 1 or num_rows.is_floating_point() or num_rows.device != t.device:
+            raise GTPValueError(
+                f"silu_and_mul: num_rows must be an integer tensor of one element on {t.device}, got "
+                f"{tuple(num_rows.shape)} {num_rows.dtype} on {num_rows.device}"
+            )
+    elif num_rows is not None and (isinstance(num_rows, bool) or not isinstance(num_rows, int) or num_rows < 0):
+        raise GTPValueError(
+            f"silu_and_mul: num_rows must be None, an integer >= 0 or an integer tensor, got {num_rows!r}"
+        )
