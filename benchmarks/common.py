@@ -218,7 +218,12 @@ def peak_memory(step: Callable[[], object], device: torch.device) -> int | None:
 
 
 def rows_of(
-    case: str, mode: str, timings: Mapping[str, Timing], *, reference: str, extra: Mapping[str, Mapping[str, Any]] | None = None
+    case: str,
+    mode: str,
+    timings: Mapping[str, Timing],
+    *,
+    reference: str,
+    extra: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
     """One row per variant; `ratio` is the reference's median over the row's, from this very run."""
     base = timings[reference].median

@@ -32,3 +32,7 @@ class ProtocolError(GTPError, TypeError):
 
 class DesyncError(GTPError, RuntimeError):
     """Ranks of one group disagree on the next collective. Raised only with `GTPConfig(debug=True)`."""
+
+
+class PeerError(GTPError, RuntimeError):
+    """Another rank died, stalled or went another way, and this rank's streams waited for it in vain."""

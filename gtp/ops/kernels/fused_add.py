@@ -25,7 +25,7 @@ BLOCK = 16384  # elements per program and turn: 16 a thread, so two 16-byte load
 WARPS = 32
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def fused_add_kernel(  # type: ignore[no-untyped-def]
     into,  # [count]: receives the result
     own,  # [count]: this rank's contribution

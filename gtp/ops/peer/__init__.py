@@ -1,16 +1,16 @@
 """Peer-to-peer building blocks: memory mapped between ranks, copies by copy engines, signals without an SM.
 
-    why = why_not(group, device)            # None, or the reason in words
-    arena = SymmetricArena(nbytes, group, device)
-    driver = CudaDriver(device)
-    driver.copy(dst, arena.pointers[peer] + offset, nbytes, stream)
-    hands = Handshake(driver, rank, [p + flags_at for p in arena.pointers])
-    driver.submit(hands.post, stream)       # see [Note: signals that replay] for the four moves
+why = why_not(group, device)            # None, or the reason in words
+arena = SymmetricArena(nbytes, group, device)
+driver = CudaDriver(device)
+driver.copy(dst, arena.pointers[peer] + offset, nbytes, stream)
+hands = Handshake(driver, rank, [p + flags_at for p in arena.pointers])
+driver.submit(hands.post, stream)       # see [Note: signals that replay] for the four moves
 """
 
 from gtp.ops.peer.driver import CudaDriver, Driver, SignalOp, Wait, Write
 from gtp.ops.peer.handshake import WORD, Handshake
-from gtp.ops.peer.memory import Arena, SymmetricArena, aligned
+from gtp.ops.peer.memory import Arena, LocalArena, SymmetricArena, aligned
 from gtp.ops.peer.probe import why_not
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "CudaDriver",
     "Driver",
     "Handshake",
+    "LocalArena",
     "SignalOp",
     "SymmetricArena",
     "Wait",

@@ -50,8 +50,8 @@ class Driver(Protocol):
         """The calling thread's current stream of torch."""
         ...
 
-    def capturing(self) -> bool:
-        """Whether the current stream is being captured into a CUDA graph."""
+    def capture(self) -> int:
+        """Identifies the CUDA graph capture that the current stream is in; 0 if none."""
         ...
 
     def record(self, event: int, stream: int) -> None:
@@ -143,6 +143,7 @@ class CudaDriver:
         self._signals = _function(
             library, "cuStreamBatchMemOp_v2", pointer, ctypes.c_uint, ctypes.POINTER(_Operation), ctypes.c_uint
         )
+        self._capture_info = _function(library, "cuStreamGetCaptureInfo_v2", *[pointer] * 6)
 
     def new_stream(self) -> int:
         self._streams.append(torch.cuda.Stream(self.device, priority=-1))
@@ -160,8 +161,16 @@ class CudaDriver:
     def current_stream(self) -> int:
         return int(torch._C._cuda_getCurrentRawStream(self._index))
 
-    def capturing(self) -> bool:
-        return torch._C._cuda_isCurrentStreamCapturing()
+    def capture(self) -> int:
+        if not torch._C._cuda_isCurrentStreamCapturing():
+            return 0
+        status, identifier = ctypes.c_int(), ctypes.c_uint64()
+        result = self._capture_info(
+            self.current_stream(), ctypes.byref(status), ctypes.byref(identifier), None, None, None
+        )
+        if result:
+            self._fail("cuStreamGetCaptureInfo", result)
+        return identifier.value
 
     def record(self, event: int, stream: int) -> None:
         if status := self._record(event, stream):

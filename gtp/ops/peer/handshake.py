@@ -16,11 +16,15 @@ graphs use the same moves, and may take turns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from gtp.ops.peer.driver import Driver, SignalOp, Wait, Write
 
 WORD = 4  # bytes
+
+Mark = Callable[[str, Mapping[int, int]], int]
+"""Given "full" or "empty", and per peer the address of the flag that a wait is for: the address of a word that the
+stream is to set to 1 while it waits, for whoever watches."""
 
 
 class Handshake:
@@ -30,15 +34,15 @@ class Handshake:
         driver: Prepares the batches.
         rank: This rank.
         words: Per rank, the address of this handshake's `words_needed(size)` words in that rank's memory, zeroed.
-        marker: A word of this rank's own that is 1 while a stream is held in one of the waits, if wanted.
+        mark: Called for every batch that waits; None where nobody watches.
     """
 
-    def __init__(self, driver: Driver, rank: int, words: Sequence[int], marker: int | None = None) -> None:
+    def __init__(self, driver: Driver, rank: int, words: Sequence[int], mark: Mark | None = None) -> None:
         self._driver = driver
         self._rank = rank
         self._words = words
         self._size = len(words)
-        self._marker = marker
+        self._mark = mark
         # Staggered: at any moment every rank talks to another one.
         self.peers = tuple((rank + step) % self._size for step in range(1, self._size))
         self.post = driver.batch(self.post_ops(self.peers))
@@ -63,17 +67,18 @@ class Handshake:
         return [Write(self.full_address(peer, self._rank), 1) for peer in peers]
 
     def await_ops(self, peers: Sequence[int]) -> list[SignalOp]:
-        return self._held([self.full_address(self._rank, peer) for peer in peers])
+        return self._held("full", {peer: self.full_address(self._rank, peer) for peer in peers})
 
     def release_ops(self, peers: Sequence[int]) -> list[SignalOp]:
         return [Write(self.empty_address(peer, self._rank), 1) for peer in peers]
 
     def reclaim_ops(self, peers: Sequence[int]) -> list[SignalOp]:
-        return self._held([self.empty_address(self._rank, peer) for peer in peers])
+        return self._held("empty", {peer: self.empty_address(self._rank, peer) for peer in peers})
 
-    def _held(self, addresses: Sequence[int]) -> list[SignalOp]:
-        """Waits for all words to be 1 and clears them."""
-        ops: list[SignalOp] = [Wait(address, 1) for address in addresses]
-        if self._marker is not None:
-            ops = [Write(self._marker, 1), *ops, Write(self._marker, 0)]
-        return ops + [Write(address, 0) for address in addresses]
+    def _held(self, what: str, flags: Mapping[int, int]) -> list[SignalOp]:
+        """Waits for all flags to be 1 and clears them."""
+        ops: list[SignalOp] = [Wait(address, 1) for address in flags.values()]
+        if self._mark is not None:
+            marker = self._mark(what, flags)
+            ops = [Write(marker, 1), *ops, Write(marker, 0)]
+        return ops + [Write(address, 0) for address in flags.values()]

@@ -32,6 +32,19 @@ class Arena(Protocol):
     pointers: Sequence[int]
 
 
+class LocalArena:
+    """An `Arena` of a group of one rank: ordinary memory.
+
+    Args:
+        nbytes: Size. Contents are zero.
+        device: Where.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.local = torch.zeros(aligned(max(nbytes, 1)), dtype=torch.uint8, device=device)
+        self.pointers: Sequence[int] = (self.local.data_ptr(),)
+
+
 class SymmetricArena:
     """An `Arena` in torch's symmetric memory. Making one is collective, takes milliseconds and no graph capture.
 
@@ -49,8 +62,8 @@ class SymmetricArena:
     def __init__(self, nbytes: int, process_group: dist.ProcessGroup, device: torch.device) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise GTPStateError(
-                f"symmetric memory of {nbytes} bytes over group {process_group.group_name} is needed while a CUDA graph "
-                "is captured, and ranks cannot exchange handles there: run one full step before the capture"
+                f"symmetric memory of {nbytes} bytes over group {process_group.group_name} is needed while a CUDA "
+                "graph is captured, and ranks cannot exchange handles there: run one full step before the capture"
             )
         # torch's symm_mem.empty would take it from a pool that never gives memory back
         self.local: torch.Tensor = _SymmetricMemory.empty_strided_p2p(

@@ -1,0 +1,181 @@
+"""`Watchdog`: turns a wait for a rank that never comes into an error that names it.
+
+A stream that waits for a peer's flag waits for ever, and the host with it. Around each such wait the stream sets and
+clears a marker in host memory. A thread looks at the markers; one that stays set while nothing of this rank moves for
+`timeout` seconds belongs to a rank that died, stalled or took another path. The flags say which. The thread then sets
+all of this rank's flags, so that its streams run out (on worthless data) and the host is free to see the error, which
+every later call of the transport raises.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from gtp.errors import GTPStateError, PeerError
+from gtp.ops.peer import WORD
+
+if TYPE_CHECKING:
+    from gtp.runtime.domain import Domain
+
+_log = logging.getLogger("gtp")
+
+_MOST_SITES = 1024
+
+
+_ABSENT = {
+    "published": "to begin its forward",
+    "read": "to end its forward or backward",
+    "sent": "to send its gradients",
+    "taken": "to take gradients sent to it",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Site:
+    """A prepared wait of this rank: for what, and the index of each peer's flag."""
+
+    domain: weakref.ref[Domain]
+    purpose: str
+    flags: Mapping[int, int]
+
+
+class Watchdog:
+    """Watches the waits of one transport.
+
+    Args:
+        device: Where the flags are.
+        timeout: Seconds without progress after which a wait counts as lost.
+    """
+
+    def __init__(self, device: torch.device, timeout: float) -> None:
+        self._device = device
+        self._timeout = timeout
+        self._markers = torch.zeros(_MOST_SITES, dtype=torch.int32).pin_memory()
+        self._ticks = torch.zeros(1, dtype=torch.int32, device=device)
+        self._ticked = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self._sites: list[_Site] = []
+        self._stream = torch.cuda.Stream(device)
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._failure: str | None = None
+
+    def site(self, domain: Domain, purpose: str, flags: Mapping[int, int]) -> int:
+        """Address of the marker for one more wait. See `Domain`."""
+        if len(self._sites) == _MOST_SITES:
+            raise GTPStateError(f"more than {_MOST_SITES} waits to watch: shard over fewer process groups")
+        self._sites.append(_Site(weakref.ref(domain), purpose, flags))
+        return self._markers.data_ptr() + WORD * (len(self._sites) - 1)
+
+    def start(self) -> None:
+        """From here on somebody looks."""
+        # The thread must not keep a deleted model's memory alive.
+        self._thread = threading.Thread(target=_watch, args=(weakref.ref(self), self._stopped), daemon=True)
+        self._thread.name = "gtp-watchdog"
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._stopped.set()
+
+    def __del__(self) -> None:
+        self._stopped.set()
+
+    def tick(self) -> None:
+        """Progress, in the order of the current stream. Queued, so that a graph's replays count as well."""
+        self._ticks.add_(1)
+        self._ticked.copy_(self._ticks, non_blocking=True)
+
+    def check(self) -> None:
+        """Raises if a rank was lost.
+
+        Raises:
+            PeerError: with the rank, the group and what it did not do.
+        """
+        if self._failure is not None:
+            raise PeerError(self._failure)
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two looks."""
+        return min(self._timeout / 8, 5.0)
+
+    @property
+    def timeout(self) -> float:
+        return self._timeout
+
+    def state(self) -> tuple[int, ...]:
+        """Changes whenever this rank gets anywhere: marked sites, and the count of lines."""
+        markers = self._markers[: len(self._sites)].tolist()
+        return (int(self._ticked[0]), *(site for site, marked in enumerate(markers) if marked))
+
+    def give_up(self, sites: tuple[int, ...]) -> None:
+        """Names the missing ranks and lets this rank's streams run out."""
+        with _any_capture_mode(), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            lost = [text for index in sites for text in self._missing(self._sites[index])]
+            self._failure = (
+                f"rank {dist.get_rank()} has waited {self._timeout:g} s {'; '.join(lost or ['for an unknown rank'])}. "
+                "It has died, is stuck, or does something else than this rank: all ranks of a GTP group must use the "
+                "same weights in the same order. GTPConfig(peer_timeout=...) sets the time; results since are worthless"
+            )
+            _log.error("gtp: %s", self._failure)
+            while not self._stopped.wait(0.1):
+                for site in self._sites:
+                    domain = site.domain()
+                    if domain is not None:
+                        domain.flags().fill_(1)
+
+    def _missing(self, site: _Site) -> list[str]:
+        domain = site.domain()
+        if domain is None:
+            return []
+        words = domain.flags().cpu().tolist()
+        missing = [peer for peer, index in site.flags.items() if not words[index]]
+        if not missing:
+            return []
+        ranks = ", ".join(str(dist.get_global_rank(domain.process_group, rank)) for rank in missing)
+        return [f"for rank {ranks} of group {domain.process_group.group_name} {_ABSENT[site.purpose]}"]
+
+
+def _watch(reference: weakref.ref[Watchdog], stopped: threading.Event) -> None:
+    last: tuple[int, ...] = ()
+    since = time.monotonic()
+    while True:
+        watchdog = reference()
+        if watchdog is None:
+            return
+        interval, timeout = watchdog.interval, watchdog.timeout
+        state, now = watchdog.state(), time.monotonic()
+        if state != last or len(state) == 1:
+            last, since = state, now
+        elif now - since > timeout:
+            watchdog.give_up(state[1:])
+            return
+        del watchdog  # not held while asleep
+        if stopped.wait(interval):
+            return
+
+
+class _any_capture_mode:
+    """This thread's CUDA calls are no part of another thread's graph capture, and do not break it."""
+
+    _RELAXED = 2
+
+    def __enter__(self) -> None:
+        self._mode = ctypes.c_int(self._RELAXED)
+        self._exchange()
+
+    def __exit__(self, *_: object) -> None:
+        self._exchange()
+
+    def _exchange(self) -> None:
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(self._mode))
