@@ -46,6 +46,8 @@ class GTPConfig:
             takes the copy engine where it works; `runtime.stats()` and one log line say which it was and why.
         reduce_sms: Upper bound on the streaming multiprocessors that the copy engine's gradient addition
             kernel may occupy. Default 16. Ignored by `process_group`.
+        peer_timeout: Seconds that the copy engine may wait for another rank without any progress before `PeerError`
+            names that rank. Default 600. `process_group` has its group's own timeout.
         debug: Compare each collective with the other ranks' before it starts, and raise `DesyncError` with
             both sides' names when they differ. Slow (one store round trip per collective); costs nothing
             when off. Default False.
@@ -65,6 +67,7 @@ class GTPConfig:
     min_numel: int = 0
     transport: TransportName = "auto"
     reduce_sms: int = 16
+    peer_timeout: float = 600.0
     debug: bool = False
     debug_timeout: float = 10.0
 
@@ -95,8 +98,10 @@ class GTPConfig:
                 raise GTPValueError(f"GTPConfig.{name} must be None or one of {allowed}, got {value!r}")
         if not isinstance(self.debug, bool):
             raise GTPValueError(f"GTPConfig.debug must be True or False, got {self.debug!r}")
-        if isinstance(self.debug_timeout, bool) or not isinstance(self.debug_timeout, (int, float)) or not self.debug_timeout > 0:
-            raise GTPValueError(f"GTPConfig.debug_timeout must be a number of seconds above 0, got {self.debug_timeout!r}")
+        for name in ("debug_timeout", "peer_timeout"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise GTPValueError(f"GTPConfig.{name} must be a number of seconds above 0, got {value!r}")
 
     def _require_int(self, name: str, *, minimum: int, optional: bool = False) -> None:
         value = getattr(self, name)
