@@ -7,6 +7,7 @@ from gtp.errors import (
     GTPStateError,
     GTPValueError,
     MissingExtraError,
+    PeerError,
     ProtocolError,
     UnsupportedError,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "GTPWeight",
     "MissingExtraError",
     "Outcome",
+    "PeerError",
     "ProtocolError",
     "ShardLayout",
     "UnsupportedError",
