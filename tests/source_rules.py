@@ -35,7 +35,7 @@ _CONTAINER_CALLS = {
     "WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "ContextVar", "local",
 }  # fmt: skip
 # what these return cannot change, or (loggers) is the process's own affair
-_CONSTANT_CALLS = {"frozenset", "tuple", "device", "getLogger", "NewType", "ParamSpec", "TypeVar"}
+_CONSTANT_CALLS = {"frozenset", "tuple", "device", "getLogger", "NewType", "ParamSpec", "timedelta", "TypeVar"}
 _CACHES = {"cache", "lru_cache"}
 
 
@@ -123,11 +123,14 @@ def _assigned_state(body: list[ast.stmt], *, calls: bool) -> Iterator[str]:
             continue
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         names = [ast.unparse(t) for t in targets]
-        if all(n.startswith("__") and n.endswith("__") for n in names):
+        # __all__, and what ctypes demands of its structures
+        if all((n.startswith("__") and n.endswith("__")) or n == "_fields_" for n in names):
             continue
         if isinstance(node, ast.AnnAssign) and "Final" in ast.unparse(node.annotation):
             continue
         value = node.value
+        if isinstance(value, ast.Call) and _name(value) == "cast":
+            value = value.args[-1]
         mutable = isinstance(value, _CONTAINERS) or (
             isinstance(value, ast.Call)
             and (_name(value) not in _CONSTANT_CALLS if calls else _name(value) in _CONTAINER_CALLS)

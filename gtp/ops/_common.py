@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
+from torch._compile import _disable_dynamo
 
 from gtp.errors import GTPStateError, GTPValueError, ProtocolError, UnsupportedError
 from gtp.protocol import (
@@ -30,8 +31,9 @@ from gtp.protocol import (
 plain_access = torch._C.DisableTorchFunctionSubclass
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
-# torch leaves its decorator untyped. Gathers and reductions cannot be traced: torch.compile breaks its graph there.
-outside_graphs = cast("Callable[[_Callable], _Callable]", torch.compiler.disable)
+# Gathers and reductions cannot be traced: torch.compile breaks its graph there. torch's own form of `compiler.disable`,
+# which loads Dynamo at the first call and not, for everybody, at import.
+outside_graphs = cast("Callable[[_Callable], _Callable]", _disable_dynamo)
 
 
 def collects_main_grad(weight: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 _LINES = 32  # finished segments looked back on to predict the next one
 _NEAR = 8  # places looked at per segment after a surprise, ahead and behind each
@@ -40,7 +40,7 @@ class Decision(NamedTuple):
     drop: tuple[int, ...]
 
 
-NOTHING = Decision(False, False, (), ())
+NOTHING: Final = Decision(False, False, (), ())
 
 
 class Budget(NamedTuple):
@@ -175,7 +175,7 @@ class Window:
             group = segment.uses[self._stop]
             if group >= 0 and group not in self.paid and not (group in self.kept and self._stop in segment.ends):
                 size = nbytes[group]
-                if limit == 0 or (self._bytes > 0 and self._bytes + size > limit):
+                if limit == 0 or (size > 0 and self._bytes > 0 and self._bytes + size > limit):
                     break
                 self._bytes += size
                 self.paid.add(group)
