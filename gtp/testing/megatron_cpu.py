@@ -8,11 +8,13 @@ changed: its layers, its DistributedDataParallel, its optimizers, its schedules 
 |---|---|
 | `torch.cuda.current_device()` | the CPU device |
 | `device="cuda"` in a tensor factory, `.cuda()`, `.to("cuda")` | the CPU |
-| `torch.cuda.current_stream()`, `Stream`, `Event`, `stream(...)` | objects whose waits and records do nothing: a CPU call has ended when it returns |
+| `torch.cuda.current_stream()`, `Stream`, `Event` | objects whose waits do nothing: a CPU call ends when it returns |
+| pinned memory | plain memory |
 | `torch.cuda.synchronize()`, `torch.cuda.empty_cache()` | nothing to do |
 | `torch.cuda.FloatTensor` and friends | the CPU tensor type of the same name |
 | `tensor.type()` | the name of the CUDA tensor type: its optimizers accept no other |
-| its tracker of CUDA random states | the same named states, kept for the CPU generator, so dropout and initialization draw what they would on one device |
+| to read split sizes of an all-to-all back | the numpy array it expects from that |
+| its tracker of CUDA random states | the same named states, kept for the CPU generator |
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ class _MadeOnCpu(TorchFunctionMode):
             return func(args[0]).replace("torch.", "torch.cuda.")
         if kwargs and "device" in kwargs and _names_cuda(kwargs["device"]):
             kwargs = {**kwargs, "device": _CPU}
+        if kwargs and kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
             args = (args[0], _CPU, *args[2:])
         return func(*args, **(kwargs or {}))
@@ -92,6 +96,11 @@ class _Event:
         return 0.0
 
 
+def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron's experts read split sizes back from the GPU, as numpy arrays; here they need not travel."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
 def _tracker_add(tracker: Any, name: str, seed: int) -> None:
     """`CudaRNGStatesTracker.add` for the CPU generator."""
     if seed in tracker.seeds_ or name in tracker.states_:
@@ -135,6 +144,7 @@ def megatron_on_cpu() -> Iterator[None]:
         )
     try:
         from megatron.core.tensor_parallel import random as megatron_random
+        from megatron.core.transformer.moe import token_dispatcher
     except ImportError as error:
         raise MissingExtraError("megatron_on_cpu needs megatron-core: pip install 'gtp[megatron]'") from error
 
@@ -155,6 +165,7 @@ def megatron_on_cpu() -> Iterator[None]:
         (torch.cuda, "LongTensor", torch.LongTensor),
         (megatron_random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
         (megatron_random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state)),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", _split_sizes),
         (megatron_random.CudaRNGStatesTracker, "add", _tracker_add),
         (megatron_random.CudaRNGStatesTracker, "fork", _tracker_fork),
     ]

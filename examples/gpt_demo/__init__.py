@@ -1,0 +1,1 @@
+"""Parts of examples/pretrain_gpt.py: the text, the Megatron model, the report and its plots."""

@@ -1,0 +1,149 @@
+"""`install` and `uninstall`: gtp behind Megatron-Core's flag `tensor_parallel_num_weight_shards`.
+
+Megatron calls everything GTP-specific through the module `megatron.core.tensor_parallel.gtp_api`, imported where it is
+used. Installing replaces that module's attributes, and the copies that a few modules took when they were imported. What
+is installed belongs to the process and knows no model; each model's state hangs off its own runtime (see
+`gtp.megatron.building`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+import sys
+from types import ModuleType
+from typing import Any, Final
+
+from gtp.config import GTPConfig
+from gtp.errors import GTPStateError, GTPValueError, MissingExtraError, UnsupportedError
+from gtp.megatron.api import names_behind_the_flag
+from gtp.megatron.surface import API, BOUND_AT_IMPORT
+
+SUPPORTED: Final = ((0, 19), (0, 20))
+"""megatron-core versions from the first, below the second."""
+
+_API: Final = "megatron.core.tensor_parallel.gtp_api"
+_INSTALLED: Final = "gtp_installation"  # the attribute of Megatron's module that remembers what was there before
+_ABSENT: Final = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Installation:
+    """What is installed, and what to put back.
+
+    Attributes:
+        config: Settings of the runtimes that models get.
+        replaced: `(module name, attribute, value before)` in order of replacement.
+    """
+
+    config: GTPConfig
+    replaced: tuple[tuple[str, str, Any], ...]
+
+
+def install(config: GTPConfig | None = None) -> None:
+    """Puts gtp behind Megatron-Core's flag, for every model built afterwards in this process.
+
+    Then `TransformerConfig(tensor_parallel_num_weight_shards=...)` with `initialize_model_parallel(gtp_remat_size=...)`
+    builds models whose weights gtp shards, with the local layer specs and, where it is installed, Transformer Engine's.
+
+    Args:
+        config: Settings of each model's runtime. `grad_reduce` follows the model's `calculate_per_token_loss`.
+
+    Raises:
+        MissingExtraError: megatron-core is not installed.
+        UnsupportedError: its version is outside the supported range.
+        GTPValueError: a setting that Megatron decides itself.
+        GTPStateError: installed already with other settings.
+    """
+    config = GTPConfig() if config is None else config
+    _check_config(config)
+    api = _import_api()
+    before = installation(api)
+    if before is not None:
+        if before.config != config:
+            raise GTPStateError(
+                f"gtp.megatron is installed already with {before.config}: call gtp.megatron.uninstall() before "
+                f"installing with {config}"
+            )
+        return
+    names = names_behind_the_flag(config)
+    replaced = [_replace(api, entry.name, names[entry.name]) for entry in API]
+    for bound in BOUND_AT_IMPORT:
+        module = sys.modules.get(bound.module)
+        if module is not None:
+            replaced += [_replace(module, name, names[name]) for name in bound.names]
+    setattr(api, _INSTALLED, Installation(config, tuple(replaced)))
+
+
+def uninstall() -> None:
+    """Restores Megatron-Core as it was. Models that gtp shards are to be gone by then: Megatron no longer knows them.
+
+    Raises:
+        GTPStateError: gtp is not installed.
+    """
+    api = _import_api()
+    installed = installation(api)
+    if installed is None:
+        raise GTPStateError("gtp.megatron is not installed: call gtp.megatron.install() first")
+    before = {name: value for module, name, value in installed.replaced if module == _API}
+    restored = {(module, name) for module, name, _ in installed.replaced}
+    for module_name, name, value in reversed(installed.replaced):
+        _put(sys.modules[module_name], name, value)
+    for bound in BOUND_AT_IMPORT:
+        module = sys.modules.get(bound.module)
+        for name in bound.names if module is not None else ():
+            # imported after install, so it bound ours
+            if (bound.module, name) not in restored and module is not None:
+                _put(module, name, before[name] if before["HAVE_GTP"] or name == "HAVE_GTP" else None)
+    delattr(api, _INSTALLED)
+
+
+def installation(api: ModuleType | None = None) -> Installation | None:
+    """What `install` put in place, or None."""
+    return getattr(api if api is not None else _import_api(), _INSTALLED, None)
+
+
+def _import_api() -> ModuleType:
+    try:
+        package = importlib.import_module("megatron.core.package_info")
+    except ImportError as error:
+        raise MissingExtraError("gtp.megatron needs megatron-core: pip install 'gtp[megatron]'") from error
+    version = str(package.__version__)
+    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    first, last = SUPPORTED
+    if not first <= found < last:
+        raise UnsupportedError(
+            f"megatron-core {version}: gtp knows the internal names of versions >= {'.'.join(map(str, first))} and < "
+            f"{'.'.join(map(str, last))}. Install one of these, or a gtp that supports yours"
+        )
+    return importlib.import_module(_API)
+
+
+def _check_config(config: GTPConfig) -> None:
+    if not isinstance(config, GTPConfig):
+        raise GTPValueError(f"config must be a GTPConfig, got {type(config).__name__}: write gtp.GTPConfig(...)")
+    fixed = {
+        "param_dtype": (None, "Megatron's own bf16=True or fp16=True makes low-precision weights"),
+        "grad_dtype": (None, "DistributedDataParallelConfig(grad_reduce_in_fp32=...) decides the dtype of gradients"),
+        "grad_reduce": ("mean", "it follows each model's calculate_per_token_loss"),
+        "min_numel": (0, "Megatron decides which weights are sharded"),
+    }
+    for name, (value, why) in fixed.items():
+        if getattr(config, name) != value:
+            raise GTPValueError(
+                f"gtp.megatron: GTPConfig.{name} must stay {value!r}, got {getattr(config, name)!r}, because {why}"
+            )
+
+
+def _replace(module: ModuleType, name: str, value: Any) -> tuple[str, str, Any]:
+    before = getattr(module, name, _ABSENT)
+    setattr(module, name, value)
+    return module.__name__, name, before
+
+
+def _put(module: ModuleType, name: str, value: Any) -> None:
+    if value is _ABSENT:
+        delattr(module, name)
+    else:
+        setattr(module, name, value)

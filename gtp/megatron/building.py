@@ -1,0 +1,126 @@
+"""Which runtime a weight joins while Megatron builds a model.
+
+Megatron hands over weights module by module, from inside the constructors, before there is a model.
+
+[Note: one runtime per model] The model is there all the same: it is the outermost module whose constructor is running,
+and its frame is on the stack. So the runtime is made for that module, hangs off it, and is shared by all weights that
+are built below it. Nothing outside the model remembers it: two models in one process, or one built ten times, never
+meet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gtp.config import GTPConfig
+from gtp.megatron.experts import balance_expert_gradients
+from gtp.megatron.param_sync import finish_param_sync_before_forward
+from gtp.megatron.tied import accept_supplied_weights
+from gtp.megatron.weight import MegatronGTPWeight
+from gtp.runtime.runtime import GTPRuntime
+from gtp.runtime.select import choose_transport
+from gtp.weights.axes import Axes
+from gtp.weights.layout import ShardLayout
+from gtp.weights.shard import convert, new_group
+from gtp.weights.state_dict import hook_state_dict
+
+_ATTRIBUTE = "gtp_runtime"
+
+
+def root_under_construction(module: nn.Module) -> nn.Module:
+    """The outermost module whose constructor is running in this thread, or `module` if none is."""
+    root = module
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "__init__":
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module):
+                root = owner
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return root
+
+
+def runtime_for(
+    root: nn.Module, config: GTPConfig, process_group: dist.ProcessGroup, device: torch.device
+) -> GTPRuntime:
+    """The runtime of `root`, made at the first call."""
+    runtime = root.__dict__.get(_ATTRIBUTE)
+    if runtime is None:
+        transport, reason = choose_transport(config, [process_group], device)
+        runtime = GTPRuntime(config, transport, device, reason)
+        finish_param_sync_before_forward(root)
+        runtime.attach(root)
+        _complete_at_first_forward(root)
+        root.__dict__[_ATTRIBUTE] = runtime
+    return cast(GTPRuntime, runtime)
+
+
+def device_for(shard: torch.Tensor, process_group: dist.ProcessGroup) -> torch.device:
+    """Where a shard lives: the current CUDA device under NCCL, even if Megatron initialized the weight on the CPU."""
+    if "nccl" in dist.get_backend(process_group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return shard.device
+
+
+def adopt(
+    module: nn.Module,
+    names: Sequence[str],
+    shards: Sequence[tuple[ShardLayout, torch.Tensor]],
+    runtime: GTPRuntime,
+    process_group: dist.ProcessGroup,
+) -> list[MegatronGTPWeight]:
+    """Turns parameters of `module` into one weight group of `runtime`, leader first.
+
+    The parameters stay the same objects, so every attribute that Megatron put on them stays too.
+
+    Args:
+        names: Parameter names in `module`.
+        shards: Per name, layout and this rank's shard.
+    """
+    label = type(module).__name__
+    weights = [(f"{label}.{name}", layout, shard) for name, (layout, shard) in zip(names, shards, strict=True)]
+    group = new_group(runtime, weights, Axes(process_group))
+    adopted = []
+    for position, (name, (layout, _)) in enumerate(zip(names, shards, strict=True)):
+        parameter = module.get_parameter(name)
+        weight = convert(parameter, runtime, group, position, layout, MegatronGTPWeight)
+        adopted.append(cast(MegatronGTPWeight, weight))
+    hook_state_dict(module)
+    return adopted
+
+
+def complete(root: nn.Module) -> None:
+    """The model is built: weights get their names, expert gradients their scale, tied output layers their weight."""
+    accept_supplied_weights(root)
+    balance_expert_gradients(root)
+    for name, weight in root.named_parameters():
+        if isinstance(weight, MegatronGTPWeight):
+            handle = weight.handle
+            handle.name = handle.member.name = name
+            if handle.position == 0:
+                others = len(handle.group.members) - 1
+                handle.group.name = name if others == 0 else f"{name} (+{others})"
+
+
+def _complete_at_first_forward(root: nn.Module) -> None:
+    """What can be done only when the constructor has returned."""
+
+    def once(module: nn.Module, args: object) -> None:
+        handle.remove()
+        complete(module)
+
+    handle = root.register_forward_pre_hook(once)
+
+
+def model_config(config: GTPConfig, per_token_loss: bool) -> GTPConfig:
+    """The settings of one model: its loss normalization decides whether gradients are averaged or added."""
+    return dataclasses.replace(config, grad_reduce="sum" if per_token_loss else "mean")

@@ -1,0 +1,50 @@
+"""Tied embeddings: an output layer that is handed the embedding's sharded weight, or its copy of it, at each call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from gtp.megatron.weight import MegatronGTPWeight
+
+
+def accept_supplied_weight(module: nn.Module) -> None:
+    """Makes a `ColumnParallelLinear` take a sharded weight in `forward(input_, weight=...)`.
+
+    Megatron compares the shape of a supplied weight with the full TP-local shape, and a shard has fewer rows. So a
+    sharded weight whose logical shape fits is put where the layer looks for its own, for the time of the call; a layer
+    without a parameter still owns none. Anything else reaches Megatron's check as it is.
+    """
+
+    def before(
+        layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        weight = args[1] if len(args) > 1 else kwargs.get("weight")
+        if not isinstance(weight, MegatronGTPWeight) or tuple(weight.logical_shape) != _expected(layer):
+            return args, kwargs
+        if layer._parameters.get("weight") is not weight:
+            layer.__dict__["weight"] = weight
+        if len(args) > 1:
+            return (args[0], None, *args[2:]), kwargs
+        return args, {**kwargs, "weight": None}
+
+    def after(layer: nn.Module, args: Any, output: Any) -> None:
+        if "weight" not in layer._parameters:
+            layer.__dict__["weight"] = None
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after, always_call=True)
+
+
+def accept_supplied_weights(root: nn.Module) -> None:
+    """The same for the output layers in `root` that own a weight tied to the embedding of another pipeline stage."""
+    for module in root.modules():
+        if getattr(module, "share_embeddings_and_output_weights", False):
+            layer = getattr(module, "output_layer", None)
+            if isinstance(layer, nn.Module) and isinstance(layer._parameters.get("weight"), MegatronGTPWeight):
+                accept_supplied_weight(layer)
+
+
+def _expected(layer: nn.Module) -> tuple[int, int]:
+    return (int(layer.output_size_per_partition), int(layer.input_size))  # type: ignore[arg-type]

@@ -1,0 +1,108 @@
+"""`MegatronGTPWeight`: a `GTPWeight` that also answers what Megatron-Core asks of a GTP weight by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+
+from gtp.weights.parameter import GTPWeight
+
+_plain = torch._C.DisableTorchFunctionSubclass
+
+
+class MegatronGTPWeight(GTPWeight):
+    """A sharded weight inside a Megatron-Core model.
+
+    Megatron's local layers call a weight by a second protocol beside `gtp.protocol`, and its DistributedDataParallel,
+    optimizers and checkpoints read attributes; `gtp.megatron.surface` lists every one with the place that needs it.
+    Gradients go into the `main_grad` that DistributedDataParallel made, scaled to the mean over the GTP group (its sum
+    under `calculate_per_token_loss`): Megatron itself scales by its replicas only.
+    """
+
+    is_gtp_weight_remat = True
+    is_routed_expert = False
+    weight_list: list[MegatronGTPWeight] | None = None
+    # Absent neighbours tell Megatron's graph runner that a weight is complete inside the graph that runs its backward.
+    next_w: MegatronGTPWeight | None = None
+    prev_w: MegatronGTPWeight | None = None
+    gradient_scale = 1.0  # see [Note: the scale of expert gradients]
+    _grad_accum_hook: Callable[[], None] | None = None
+
+    # -- Megatron's own protocol ---------------------------------------------------------------------------------
+
+    def all_gather_and_prefetch(self, fwd: bool = True, **_: Any) -> Any:
+        """The full TP-local weight `[rows, *trailing]` for a forward GEMM; a list where the group has several."""
+        return self.materialize_group_for_forward() if fwd else self.materialize_group_for_backward()
+
+    def all_gather_and_prefetch_bwd(self, **_: Any) -> Any:
+        """The same for the dgrad GEMM."""
+        return self.materialize_group_for_backward()
+
+    def wgrad_reduce_scatter(self, wgrad: Any, **_: Any) -> Any:
+        """Takes the full wgrad; autograd gets None, since `main_grad` receives the gradient before backward ends."""
+        return self.finalize_group_grads(wgrad)
+
+    def register_grad_accum_hook(self, _: object, hook: Callable[[], None]) -> None:
+        """`hook()` runs when `main_grad` holds every contribution of a backward. One hook: the last one given."""
+        self._grad_accum_hook = hook
+
+    def get_data_tensors(self) -> tuple[MegatronGTPWeight]:
+        """What offloading code may move: the shard itself."""
+        return (self,)
+
+    # -- attributes that Megatron reads --------------------------------------------------------------------------
+
+    @property
+    def gtp_remat_size(self) -> int:
+        """Ranks that the weight is split over, on top of tensor parallelism."""
+        return self.handle.group.size
+
+    @property
+    def pad_length(self) -> int:
+        """Padding rows of the whole weight, all at its end."""
+        layout = self.handle.layout
+        return layout.shard_rows * self.handle.group.size - layout.rows
+
+    @property
+    def _weights(self) -> list[MegatronGTPWeight]:
+        owners = [member.owner() for member in self.handle.group.members]
+        return [cast(MegatronGTPWeight, owner) for owner in owners if owner is not None]
+
+    @property
+    def _debug_name(self) -> str:
+        return self.handle.name
+
+    # -- what the runtime and torch call -------------------------------------------------------------------------
+
+    def finalize_group_grads(self, wgrads: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[None] | None:
+        """Starts reducing the full wgrads, which may be scaled in place."""
+        if self.gradient_scale != 1.0:
+            for wgrad in [wgrads] if isinstance(wgrads, torch.Tensor) else wgrads:
+                wgrad.mul_(self.gradient_scale)
+        return super().finalize_group_grads(wgrads)
+
+    def run_gradient_hooks(self) -> None:
+        """Post-accumulate-grad hooks, then the one by which Megatron learns that the gradient is ready."""
+        super().run_gradient_hooks()
+        if self._grad_accum_hook is not None:
+            self._grad_accum_hook()
+
+    def set_grad(self, grad: torch.Tensor) -> None:
+        """`weight.grad = grad`, plain: Megatron adds norms of shards over its own groups."""
+        with _plain():
+            self.grad = grad
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Megatron's optimizers sort parameters by the name of their tensor type, and DistributedOptimizer cuts the
+        # flattened parameter. Both are about what this rank stores.
+        asks_type = func is torch.Tensor.type and len(args) == 1
+        flattens = func is torch.Tensor.view and args[1:] == (-1,)
+        if (asks_type or flattens) and not kwargs:
+            with _plain():
+                return func(*args)
+        return super().__torch_function__(func, types, args, kwargs)

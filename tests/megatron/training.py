@@ -1,0 +1,384 @@
+"""Trains small Megatron-Core models on CPU ranks, in any layout, for the tests of this folder. Runs inside ranks.
+
+`train(case)` builds the model that `case` describes as a Megatron user would, takes a few steps through Megatron's own
+schedule, DistributedDataParallel and optimizer, and returns the losses and gradient norms. The data depends on the data
+rank alone, so a case and its unsharded twin (`case.unsharded()`) see the same batches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import gtp.megatron
+from gtp.testing.megatron_cpu import megatron_on_cpu
+
+VOCAB, SEQ, BATCH = 96, 16, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One model in one layout. Ranks that tp, pp and gtp leave over are data parallel."""
+
+    # layout
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    gtp: int = 1
+    cp: int = 1
+    ep: int = 1
+    egtp: int = 1
+    sequence_parallel: bool = False
+    # model
+    layers: int = 2
+    hidden: int = 32
+    tied: bool = False
+    gqa: bool = False
+    mtp: int = 0
+    experts: int = 0
+    shared_expert: bool = False
+    bias: bool = False
+    recompute: str | None = None
+    mla: bool = False
+    bf16: bool = False
+    cpu_init: bool = True
+    # training
+    distributed_optimizer: bool = False
+    overlap_grad: bool = False
+    overlap_param: bool = False
+    grad_fp32: bool = False
+    per_token: bool = False
+    microbatches: int = 1
+    clip: float = 0.0
+    steps: int = 5
+    bucket_size: int | None = None
+    alignment: int = 1
+
+    def unsharded(self) -> Case:
+        """The same model and data in Megatron without gtp."""
+        return dataclasses.replace(self, gtp=1, egtp=1)
+
+
+@dataclasses.dataclass
+class Trained:
+    """What a rank saw.
+
+    Attributes:
+        losses: Per step, mean over all data ranks; NaN on ranks that are not the last pipeline stage.
+        norms: Gradient norm of the whole model per step, before clipping.
+        sharded: Names of the weights that gtp shards on this rank.
+        hit_rate: Share of weight uses that found their weight gathered.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    sharded: list[str]
+    hit_rate: float
+    extra: Any = None
+
+
+def train(case: Case, probe: Callable[[Any], Any] | None = None) -> Trained:
+    """Runs `case` on this rank. `probe(job)` is called after the last step; what it returns is `extra`."""
+    with job(case) as running:
+        for step in range(case.steps):
+            running.step(step)
+        return running.result(probe(running) if probe is not None else None)
+
+
+class Job:
+    """A model, its optimizer and its data, on this rank, between `initialize_model_parallel` and its end."""
+
+    def __init__(self, case: Case) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.case = case
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.parallel = parallel_state
+        self.config, self.chunks, self.optimizer = build(case)
+        self.forward_backward = get_forward_backward_func()
+
+    def step(self, number: int, update: bool = True) -> None:
+        """Forward, backward, `finalize_model_grads`; with `update` the optimizer step. On the data of step `number`."""
+        case = self.case
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        data = [iter(self.batches(number)) for _ in self.chunks]
+        losses = self.forward_backward(
+            forward_step_func=partial(_forward_step, case),
+            data_iterator=data if len(data) > 1 else data[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=case.microbatches,
+            seq_length=SEQ,
+            micro_batch_size=BATCH,
+        )
+        if update:
+            _, norm, _ = self.optimizer.step()
+            self.norms.append(float(norm) if norm is not None else math.nan)
+        self.losses.append(self._mean(losses))
+
+    def batches(self, step: int) -> list[torch.Tensor]:
+        """`[BATCH, SEQ + 1]` per microbatch, equal for equal step and data rank."""
+        rank = self.parallel.get_data_parallel_rank()
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        return [torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=generator) for _ in range(self.case.microbatches)]
+
+    def result(self, extra: Any = None) -> Trained:
+        weights = [
+            (name, p)
+            for chunk in self.chunks
+            for name, p in chunk.module.named_parameters()
+            if isinstance(p, gtp.megatron.MegatronGTPWeight)
+        ]
+        runtimes = gtp.megatron.runtimes_of(self.chunks)
+        stats = [r.stats() for r in runtimes]
+        hits, consumes = sum(s.prefetch_hits for s in stats), sum(s.consumes for s in stats)
+        return Trained(self.losses, self.norms, [n for n, _ in weights], hits / max(consumes, 1), extra)
+
+    def _mean(self, losses: list[Any]) -> float:
+        if not losses:
+            return math.nan
+        local = torch.stack([torch.stack([t.double() for t in parts]) for parts in losses]).sum(0)
+        group = self.parallel.get_data_parallel_group()
+        dist.all_reduce(local, group=group)
+        return float(local[0] / local[1])
+
+
+class job:  # reads as a context manager
+    """`with job(case) as running:` brings Megatron and gtp up and takes them down again."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.cpu = megatron_on_cpu()
+
+    def __enter__(self) -> Job:
+        warnings.filterwarnings("ignore")
+        logging.disable(logging.WARNING)
+        self.cpu.__enter__()
+        initialize(self.case)
+        gtp.megatron.install(gtp.GTPConfig(alignment=self.case.alignment))
+        return Job(self.case)
+
+    def __exit__(self, *exception: Any) -> None:
+        from megatron.core import parallel_state
+
+        gtp.megatron.uninstall()
+        parallel_state.destroy_model_parallel()
+        self.cpu.__exit__(*exception)
+
+
+def initialize(case: Case) -> None:
+    """Megatron's process groups and random states for the layout of `case`."""
+    from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    destroy_num_microbatches_calculator()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp,
+        context_parallel_size=case.cp,
+        expert_model_parallel_size=case.ep,
+        gtp_remat_size=case.gtp,
+        expert_gtp_remat_size=case.egtp,
+    )
+    torch.manual_seed(7)
+    model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+
+
+def build(case: Case) -> tuple[Any, list[Any], Any]:
+    """(config, model chunks under DistributedDataParallel, optimizer)."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    config = model_config(case)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=case.grad_fp32,
+        overlap_grad_reduce=case.overlap_grad,
+        use_distributed_optimizer=case.distributed_optimizer,
+        overlap_param_gather=case.overlap_param,
+        bucket_size=case.bucket_size,
+    )
+    chunks = [
+        DistributedDataParallel(config, ddp, model, disable_bucketing=index > 0)
+        for index, model in enumerate(bare_models(case, config))
+    ]
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            weight_decay=0.1,
+            clip_grad=case.clip,
+            bf16=case.bf16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=case.distributed_optimizer,
+            overlap_param_gather=case.overlap_param,
+        ),
+        chunks,
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    if case.overlap_grad:
+        config.no_sync_func = [c.no_sync for c in chunks] if len(chunks) > 1 else chunks[0].no_sync
+    if case.overlap_param:
+        config.param_sync_func = [c.start_param_sync for c in chunks] if len(chunks) > 1 else chunks[0].start_param_sync
+    return config, chunks, optimizer
+
+
+def model_config(case: Case) -> Any:
+    """`TransformerConfig` with the flag as `case` sets it."""
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    kind = MLATransformerConfig if case.mla else TransformerConfig
+    options: dict[str, Any] = {}
+    if case.experts:
+        options |= {
+            "num_moe_experts": case.experts,
+            "moe_ffn_hidden_size": 24,
+            "moe_router_topk": 2,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_load_balancing_type": "none",
+        }
+        if case.shared_expert:
+            options["moe_shared_expert_intermediate_size"] = 24
+    if case.recompute is not None:
+        options["recompute_granularity"] = case.recompute
+        if case.recompute == "full":
+            options |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    if case.mtp:
+        options |= {"mtp_num_layers": case.mtp}
+    if case.gqa:
+        options["num_query_groups"] = 2
+    if case.mla:
+        options |= {
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_head_dim": 8,
+            "qk_pos_emb_head_dim": 8,
+            "v_head_dim": 8,
+            "qk_layernorm": True,
+        }
+    dtype = torch.bfloat16 if case.bf16 else torch.float32
+    return kind(
+        num_layers=case.layers,
+        hidden_size=case.hidden,
+        ffn_hidden_size=40,
+        num_attention_heads=4,
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp,
+        context_parallel_size=case.cp,
+        sequence_parallel=case.sequence_parallel,
+        expert_model_parallel_size=case.ep,
+        tensor_parallel_num_weight_shards=case.tp * case.gtp,
+        expert_tensor_parallel_num_weight_shards=case.tp * case.egtp if case.experts else None,
+        add_bias_linear=case.bias,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=case.cpu_init,
+        gradient_accumulation_fusion=False,
+        calculate_per_token_loss=case.per_token,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=case.bf16,
+        **options,
+    )
+
+
+def bare_models(case: Case, config: Any) -> list[Any]:
+    """The model, or its chunks under interleaved pipelining."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+    spec = get_gpt_layer_local_spec(
+        num_experts=case.experts or None,
+        multi_latent_attention=case.mla,
+        normalization="RMSNorm",
+        qk_layernorm=case.mla,
+    )
+    if case.mla or case.cp > 1:
+        spec.submodules.self_attention.submodules.core_attention = PlainAttention
+    if case.sequence_parallel:
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = SequenceParallelRMSNorm
+        layers = get_num_layers_to_build(config)
+        spec = TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=SequenceParallelRMSNorm)
+    mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if case.mtp else None
+    models = []
+    for stage in range(case.vpp or 1):
+        virtual = {"vp_stage": stage} if case.vpp else {}
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=case.vpp is None, **virtual)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=case.vpp is None, **virtual)
+        models.append(
+            GPTModel(
+                config=config,
+                transformer_layer_spec=spec,
+                vocab_size=VOCAB,
+                max_sequence_length=SEQ,
+                pre_process=first,
+                post_process=last,
+                share_embeddings_and_output_weights=case.tied,
+                position_embedding_type="rope",
+                mtp_block_spec=mtp,
+                vp_stage=stage if case.vpp else None,
+            )
+        )
+    return models
+
+
+class SequenceParallelRMSNorm(torch.nn.RMSNorm):
+    """Megatron's local norm refuses sequence parallelism; all it takes is the mark that its gradient is partial."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = True
+
+
+class PlainAttention(torch.nn.Module):
+    """Causal attention over this rank's part of the sequence. Megatron's local one refuses MLA's head sizes and CP."""
+
+    def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """`[seq, batch, heads, dim]` each; returns `[seq, batch, heads * value dim]`."""
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def _forward_step(case: Case, data: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    batch = next(data)
+    tokens, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+    positions = torch.arange(SEQ).expand_as(tokens)
+    mask = torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool).triu(1)
+    # some positions do not count, and not equally many on every rank
+    weight = (labels % 5 != 0).float()
+    return model(tokens, positions, mask, labels=labels, loss_mask=weight), partial(_loss, case, weight)
+
+
+def _loss(case: Case, weight: torch.Tensor, per_token: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    total, count = (per_token.float() * weight).sum(), weight.sum()
+    reported = torch.stack([total.detach(), count])
+    if case.per_token:
+        return total, count.to(torch.int), reported
+    return total / count, reported
