@@ -40,6 +40,7 @@ def test_no_module_carries_state() -> None:
 
 
 def test_import_gtp_loads_nothing_but_torch() -> None:
+    """No extra (Megatron, Triton, matplotlib, ...) beyond what torch itself loads, nor Dynamo, which is slow."""
     script = (
         "import sys, torch, torch.distributed, typing_extensions\n"
         "before = set(sys.modules)\n"
@@ -50,12 +51,7 @@ def test_import_gtp_loads_nothing_but_torch() -> None:
     assert "gtp.config" in new
     foreign = [m for m in new if m.split(".")[0] not in {"gtp", "torch", *sys.stdlib_module_names}]
     assert foreign == []
-
-
-def test_import_gtp_loads_no_extra() -> None:
-    extras = ("megatron", "transformer_engine", "transformers", "matplotlib", "tqdm", "einops", "hypothesis", "pytest")
-    script = f"import sys, gtp\nprint(*[m for m in {extras} if m in sys.modules])"
-    assert words_printed_by(script) == []
+    assert "torch._dynamo" not in new
 
 
 # --- the rules themselves, on made-up sources
