@@ -71,9 +71,11 @@ def dispatch(kind: type, func: Callable[..., Any], args: tuple[Any, ...], kwargs
         return _get(func, args)
     if name in ("__set__", "__delete__"):
         return _set(func, name, args)
-    if name in _METADATA or name in _FACTORIES:
+    if name in _METADATA:
         return _call_plain(func, args, kwargs)
     weights = [cast("GTPWeight", t) for t in _tensors_in((*args, *kwargs.values())) if isinstance(t, kind)]
+    if name in _FACTORIES:
+        return weights[0].local_state(_call_plain(func, args, kwargs))
     if all(w.handle.group.size == 1 for w in weights):
         return _in_place_or_not(func, name, args, kwargs, weights)
     base = name.rstrip("_") if not name.startswith("__") else name

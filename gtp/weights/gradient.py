@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from gtp.errors import UnsupportedError
 from gtp.weights.layout import ShardLayout
+from gtp.weights.shard_tensor import CheckpointableShard, ShardOrigin, ShardState
 
 _plain = torch._C.DisableTorchFunctionSubclass
 
@@ -19,33 +20,52 @@ _REDUCTIONS = frozenset(
     sum mean std var prod max min amax amin argmax argmin median logsumexp dot vdot inner all any count_nonzero
     """.split()
 )
+# What mixes rows, or loses which rows they are: whole-matrix optimizers begin with one of these.
+_MATRIX = frozenset(
+    """
+    matmul __matmul__ __rmatmul__ mm bmm mv addmm addmv addbmm baddbmm t transpose swapaxes swapdims permute movedim
+    einsum tensordot kron outer ger svd svdvals qr eigh cholesky inv pinv lstsq solve matrix_norm matrix_power
+    """.split()
+)
+_MATRIX_VIEWS = frozenset(["T", "mT", "H", "mH"])
+_RESHAPES = frozenset(["view", "reshape", "flatten", "ravel", "view_as", "reshape_as", "unflatten"])
+_LOCAL_TENSORS = frozenset(["detach", "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_empty"])
 
 
-class ShardGrad(torch.Tensor):
+class ShardGrad(CheckpointableShard, torch.Tensor):
     """This rank's rows of a weight's gradient `[shard_rows, *trailing]`, as found in `GTPWeight.grad`.
 
     Arithmetic is local, as optimizers want it. Norms (`torch.linalg.vector_norm`, `torch.norm`, `Tensor.norm`,
     `torch._foreach_norm`, so also `torch.nn.utils.clip_grad_norm_`) are those of the whole gradient without padding,
     the same on all ranks, and collective. Gradient unscaling of `torch.amp.GradScaler` agrees over ranks whether a
-    value was infinite. Other reductions raise: `grad.detach()` is the local tensor for who wants it.
+    value was infinite. Other reductions raise, and so does what needs the whole matrix, such as a product or a
+    transpose, also of what was computed from a gradient element by element. `grad.detach()` is the local tensor for
+    who wants it.
     """
 
-    _layout: ShardLayout
-    _process_group: dist.ProcessGroup
+    _origin: ShardOrigin
 
     @staticmethod
-    def wrap(grad: torch.Tensor, layout: ShardLayout, process_group: dist.ProcessGroup) -> ShardGrad:
+    def wrap(grad: torch.Tensor, origin: ShardOrigin) -> ShardGrad:
         """A `ShardGrad` over the storage of `grad`."""
         with _plain():
             wrapped = grad.detach().as_subclass(ShardGrad)
-        wrapped._layout = layout
-        wrapped._process_group = process_group
+        wrapped._origin = origin
         return wrapped
+
+    @property
+    def _process_group(self) -> dist.ProcessGroup:
+        return self._origin.process_group
 
     def valid_rows(self) -> torch.Tensor:
         """The rows that are not padding, a plain local tensor `[valid_rows, *trailing]`."""
         with _plain():
-            return self.as_subclass(torch.Tensor)[: self._layout.valid_rows]
+            return self.as_subclass(torch.Tensor)[: self._origin.layout.valid_rows]
+
+    def checkpoint_part(self) -> tuple[torch.Tensor, ShardLayout]:
+        """The local tensor and its layout, for `torch.distributed.checkpoint`."""
+        with _plain():
+            return self.detach().as_subclass(torch.Tensor), self._origin.layout
 
     @classmethod
     def __torch_function__(
@@ -63,10 +83,17 @@ class ShardGrad(torch.Tensor):
                 "For the norm of the whole model use gtp.clip_grad_norm_ or torch.linalg.vector_norm; "
                 f"for this rank's rows use grad.detach().{name}(...)"
             )
+        shard = next((a for a in args if isinstance(a, ShardGrad)), None)
+        if shard is not None:
+            name = _refuse_whole_matrix(func, name, shard)
         with _plain():
             result = func(*args, **kwargs)
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             _agree_on_infinity(args[0], args[1])
+        if shard is not None:
+            return _remember(result, name, shard)
+        if isinstance(result, (list, tuple)) and args and isinstance(args[0], (list, tuple)):
+            return [_remember(r, name, a) for r, a in zip(result, args[0], strict=True)]
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -74,6 +101,43 @@ class ShardGrad(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.detach().__reduce_ex__(protocol)
+
+
+def _refuse_whole_matrix(func: Any, name: str, shard: ShardGrad) -> str:
+    """The name of `func`, or of the attribute that it gets."""
+    if name == "__get__":
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+        refused = name in _MATRIX_VIEWS
+    else:
+        refused = name.removeprefix("linalg_").removesuffix("_") in _MATRIX
+    if refused and shard._process_group.size() > 1:
+        raise _needs_all_rows(name, shard)
+    return name
+
+
+def _remember(result: Any, name: str, shard: Any) -> Any:
+    """What is computed from a gradient element by element is as much a shard as the gradient was."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    if in_place or name == "as_subclass" or not isinstance(shard, ShardGrad) or not isinstance(result, torch.Tensor):
+        return result
+    layout = shard._origin.layout
+    if tuple(result.shape) != layout.shard_shape:
+        if name in _RESHAPES and layout.group_size > 1:
+            raise _needs_all_rows(name, shard)
+        return result
+    if name in _LOCAL_TENSORS or name == "data":
+        whole = layout.shard_shape == layout.logical_shape
+        return result if whole or isinstance(result, ShardState) else ShardState.wrap(result, shard._origin)
+    return ShardGrad.wrap(result, shard._origin)
+
+
+def _needs_all_rows(name: str, shard: ShardGrad) -> UnsupportedError:
+    origin = shard._origin
+    return UnsupportedError(
+        f"{origin.name}: {name} of its gradient needs all rows {origin.layout.logical_shape}, and this rank holds "
+        f"{origin.layout.shard_shape}. Optimizers over whole matrices must gather them: gtp.optim.Muon does. For this "
+        f"rank's rows alone use grad.detach()"
+    )
 
 
 def global_power_sums(

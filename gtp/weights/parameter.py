@@ -19,6 +19,7 @@ from gtp.runtime.schedule import Phase
 from gtp.weights.functions import dispatch, require_leader
 from gtp.weights.gradient import ShardGrad
 from gtp.weights.layout import ShardLayout
+from gtp.weights.shard_tensor import CheckpointableShard, ShardOrigin, ShardState
 
 _plain = torch._C.DisableTorchFunctionSubclass
 
@@ -44,7 +45,7 @@ class WeightHandle:
         return self.group.members[self.position]
 
 
-class GTPWeight(torch.nn.Parameter):
+class GTPWeight(CheckpointableShard, torch.nn.Parameter):
     """A weight sharded along dim 0 over a GTP group: an `nn.Parameter` of the shard's shape, and a `DistributedWeight`.
 
     Made by `gtp.shard_model` out of the parameter it replaces (the same object, so optimizers and ties keep working).
@@ -107,6 +108,23 @@ class GTPWeight(torch.nn.Parameter):
         """The full weight `[rows, *trailing]` in the shard's dtype, a fresh plain tensor. Collective over the group."""
         return gather_now(self.plain_shard(), self.group)[: self.handle.layout.rows].clone()
 
+    # -- what leaves the weight ----------------------------------------------------------------------------------
+
+    @property
+    def origin(self) -> ShardOrigin:
+        """Which rows of which weight the shard is, for tensors that outlive the weight."""
+        return ShardOrigin(self.handle.name, self.handle.layout, self.group)
+
+    def checkpoint_part(self) -> tuple[torch.Tensor, ShardLayout]:
+        """The shard and its layout, for `torch.distributed.checkpoint`."""
+        return self.plain_shard(), self.handle.layout
+
+    def local_state(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A new tensor made after the shard, marked as this rank's rows if it has the shard's shape."""
+        layout = self.handle.layout
+        is_shard = tuple(tensor.shape) == layout.shard_shape != layout.logical_shape
+        return ShardState.wrap(tensor, self.origin) if is_shard else tensor
+
     # -- DistributedWeight ---------------------------------------------------------------------------------------
 
     def materialize_group_for_forward(self) -> torch.Tensor | Sequence[torch.Tensor]:
@@ -164,7 +182,7 @@ class GTPWeight(torch.nn.Parameter):
             return
         with _plain():
             if self.grad is None:
-                self.grad = ShardGrad.wrap(target, self.handle.layout, self.group)
+                self.grad = ShardGrad.wrap(target, self.origin)
 
     def run_gradient_hooks(self) -> None:
         """Runs the hooks of `register_post_accumulate_grad_hook`."""
@@ -193,7 +211,7 @@ class GTPWeight(torch.nn.Parameter):
     def set_grad(self, grad: torch.Tensor) -> None:
         """`weight.grad = grad`: a local tensor of the shard's shape; padding rows are cleared."""
         with _plain():
-            wrapped = ShardGrad.wrap(grad, self.handle.layout, self.group)
+            wrapped = ShardGrad.wrap(grad, self.origin)
             if tuple(grad.shape) == self.handle.layout.shard_shape and self._has_padding():
                 wrapped[self.handle.layout.valid_rows :].zero_()
             self.grad = wrapped

@@ -1,4 +1,8 @@
-"""`load_state_dict` on a sharded model: full tensors are cut to this rank's rows; shards are taken as they are."""
+"""Plain state dicts of a sharded model: `state_dict()` says which values are shards, `load_state_dict` takes what fits.
+
+Keys, order, shapes and dtypes are the plain model's. The values of sharded weights are `ShardTensor`s, so that no
+reader can take a rank's rows for the whole weight (see [Note: checkpoints hold logical rows]).
+"""
 
 from __future__ import annotations
 
@@ -8,47 +12,125 @@ import torch
 from torch import nn
 
 from gtp.errors import GTPValueError, UnsupportedError
+from gtp.weights.layout import ShardLayout
 from gtp.weights.parameter import GTPWeight
+from gtp.weights.shard_tensor import CheckpointableShard, ShardOrigin, ShardTensor
 
 
 def hook_state_dict(model: nn.Module) -> None:
-    """Registers the hooks that make `load_state_dict` right on `model` and on its submodules."""
-    model.register_load_state_dict_pre_hook(_refuse_assign)
+    """Registers the hooks that make `state_dict` and `load_state_dict` right on `model` and on its submodules."""
+    model.register_load_state_dict_pre_hook(_check_before_any_change)
     for module in model.modules():
         if any(isinstance(p, GTPWeight) for p in module._parameters.values()):
-            module.register_load_state_dict_pre_hook(_cut_full_tensors)
+            module.register_state_dict_post_hook(_mark_shards)
+            module.register_load_state_dict_pre_hook(_take_own_rows)
 
 
-def _refuse_assign(
+def shard_tensor_of(weight: GTPWeight, shard: torch.Tensor | None = None) -> ShardTensor:
+    """`weight`, or another tensor of its shard's shape, as state dicts show it. Shares storage.
+
+    Args:
+        weight: The weight.
+        shard: `[shard_rows, *trailing]`, such as an optimizer's state of it. Default: the weight's own shard.
+    """
+    origin = ShardOrigin(weight.name, weight.layout, weight.group)
+    return ShardTensor(weight.plain_shard() if shard is None else shard.as_subclass(torch.Tensor), origin)
+
+
+def require_rows(value: torch.Tensor, layout: ShardLayout, name: str) -> None:
+    """Checks that `own_rows` can take this rank's rows from `value`.
+
+    Raises:
+        GTPValueError: the shape is another one, or the shard is one of another layout.
+        UnsupportedError: a DTensor.
+    """
+    if hasattr(value, "device_mesh"):
+        raise UnsupportedError(
+            f"{name}: the state dict holds a DTensor. Pass value.full_tensor(), or load through a file"
+        )
+    shape = tuple(value.shape)
+    if isinstance(value, CheckpointableShard):
+        _, theirs = value.checkpoint_part()
+        if theirs == layout:
+            return
+        if theirs.logical_shape == layout.logical_shape:
+            raise GTPValueError(
+                f"{name}: the state dict holds rank {theirs.rank}'s rows of {theirs.group_size} (alignment "
+                f"{theirs.alignment}), and this is rank {layout.rank} of {layout.group_size} (alignment "
+                f"{layout.alignment}). Shards move between layouts through a file (gtp.checkpoint.save and load) or "
+                "as full tensors (gtp.full_state_dict)"
+            )
+        shape = theirs.logical_shape
+    elif shape in (layout.logical_shape, layout.shard_shape):
+        return
+    raise GTPValueError(
+        f"{name}: the state dict holds shape {shape}; a full tensor has {layout.logical_shape}, and this rank's shard "
+        f"{layout.shard_shape}"
+    )
+
+
+def own_rows(value: torch.Tensor, layout: ShardLayout, name: str) -> torch.Tensor:
+    """This rank's shard `[shard_rows, *trailing]` from what a state dict holds; a plain tensor.
+
+    Args:
+        value: The full tensor, or the shard: plain, as weight or state, or as `ShardTensor`. Shards are not copied.
+        layout: What is wanted.
+        name: For errors.
+
+    Raises:
+        GTPValueError, UnsupportedError: as `require_rows`.
+    """
+    require_rows(value, layout, name)
+    if isinstance(value, CheckpointableShard):
+        return value.checkpoint_part()[0]
+    if tuple(value.shape) != layout.logical_shape:
+        return value
+    shard = torch.zeros(layout.shard_shape, dtype=value.dtype, device=value.device)
+    shard[layout.valid_slice].copy_(value.detach()[layout.shard_slice])
+    return shard
+
+
+def _mark_shards(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
+    for attribute, weight in module._parameters.items():
+        key = prefix + attribute
+        # with keep_vars=True the value is the weight itself, which knows what it is
+        if isinstance(weight, GTPWeight) and key in state_dict and not isinstance(state_dict[key], GTPWeight):
+            state_dict[key] = shard_tensor_of(weight)
+
+
+def _check_before_any_change(
+    root: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+) -> None:
+    _refuse_assign(local_metadata)
+    for path, module in root.named_modules(prefix=prefix.removesuffix(".")):
+        for key, weight, value in _sharded_entries(module, state_dict, f"{path}." if path else ""):
+            require_rows(value, weight.layout, key)
+
+
+def _take_own_rows(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
 ) -> None:
+    _refuse_assign(local_metadata)
+    for key, weight, value in _sharded_entries(module, state_dict, prefix):
+        state_dict[key] = own_rows(value, weight.layout, key)
+
+
+def _sharded_entries(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str
+) -> list[tuple[str, GTPWeight, torch.Tensor]]:
+    """Key, weight and value of the sharded weights of one module that the dict has."""
+    found = []
+    for attribute, weight in module._parameters.items():
+        value = state_dict.get(prefix + attribute)
+        if isinstance(weight, GTPWeight) and isinstance(value, torch.Tensor):
+            found.append((prefix + attribute, weight, value))
+    return found
+
+
+def _refuse_assign(local_metadata: dict[str, Any]) -> None:
     if local_metadata.get("assign_to_params_buffers", False):
         raise UnsupportedError(
             "load_state_dict(assign=True) would put plain tensors in the place of sharded weights, and the runtime "
             "would go on with the old ones. The model is unchanged: load with assign=False, or load before "
             "gtp.shard_model"
         )
-
-
-def _cut_full_tensors(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
-) -> None:
-    _refuse_assign(module, state_dict, prefix, local_metadata)
-    for attribute, weight in module._parameters.items():
-        if not isinstance(weight, GTPWeight):
-            continue
-        value = state_dict.get(prefix + attribute)
-        if not isinstance(value, torch.Tensor):
-            continue
-        layout = weight.layout
-        shape = tuple(value.shape)
-        if shape == layout.logical_shape:
-            shard = torch.zeros(layout.shard_shape, dtype=value.dtype, device=value.device)
-            shard[layout.valid_slice].copy_(value.detach()[layout.shard_slice])
-            state_dict[prefix + attribute] = shard
-        elif shape != layout.shard_shape:
-            raise GTPValueError(
-                f"{weight.name}: the state dict holds shape {shape}; a full tensor has {layout.logical_shape}, and "
-                f"this rank's shard {layout.shard_shape}. A checkpoint from another number of ranks is loaded with "
-                "gtp.checkpoint"
-            )
