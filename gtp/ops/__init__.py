@@ -1,14 +1,34 @@
 """Autograd functions over weights that may be sharded. Of a shard they know the protocol (`gtp.protocol`) alone."""
 
+from gtp.ops.collective_backends import GemmBackend, gemm_backend
+from gtp.ops.collective_linear import (
+    AllGatherLinear,
+    AllGatherLinearMulti,
+    LinearReduceScatter,
+    all_gather_linear,
+    all_gather_linear_multi,
+    linear_reduce_scatter,
+)
 from gtp.ops.embedding import embedding
 from gtp.ops.grouped_linear import grouped_linear
 from gtp.ops.layernorm_linear import layernorm_linear, norm
 from gtp.ops.linear import linear
+from gtp.ops.swiglu import silu_and_mul, silu_and_mul_pairs
 
 __all__ = [
+    "AllGatherLinear",
+    "AllGatherLinearMulti",
+    "GemmBackend",
+    "LinearReduceScatter",
+    "all_gather_linear",
+    "all_gather_linear_multi",
     "embedding",
+    "gemm_backend",
     "grouped_linear",
     "layernorm_linear",
     "linear",
+    "linear_reduce_scatter",
     "norm",
+    "silu_and_mul",
+    "silu_and_mul_pairs",
 ]

@@ -19,7 +19,7 @@ except ImportError as error:
 BLOCK = 1024  # columns per program
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _limit(limit, LOADED: tl.constexpr):  # type: ignore[no-untyped-def]
     """The row limit: a number, or where it lies."""
     if LOADED:
@@ -28,7 +28,7 @@ def _limit(limit, LOADED: tl.constexpr):  # type: ignore[no-untyped-def]
         return limit.to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["limit"])
+@triton.jit(do_not_specialize=["limit"])  # type: ignore[untyped-decorator]
 def forward_kernel(  # type: ignore[no-untyped-def]
     gate,  # [rows, columns], each with strides of its own
     up,
@@ -54,7 +54,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + row * out_row + column, y.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["limit"])
+@triton.jit(do_not_specialize=["limit"])  # type: ignore[untyped-decorator]
 def backward_kernel(  # type: ignore[no-untyped-def]
     dy,
     gate,

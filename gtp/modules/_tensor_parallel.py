@@ -1,0 +1,129 @@
+"""What the tensor-parallel modules share: settings checked when built, and whole weights cut to this rank's part."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from gtp.errors import GTPValueError
+from gtp.ops.collective_backends import BackendName, GemmBackend, gemm_backend
+
+GroupOrMesh = dist.ProcessGroup | DeviceMesh
+Init = Callable[[torch.Tensor], object]
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def tp_backend(
+    module: str,
+    tp_group: GroupOrMesh | None,
+    tp_gemm_backend: BackendName | GemmBackend,
+    *,
+    sequence_parallel: bool,
+    device: torch.device | str | None,
+) -> GemmBackend:
+    """The backend of a module that is being built. Collective over the group, unless it is "collective" or of one rank.
+
+    Raises:
+        GTPValueError: sequence parallelism is off, or the backend cannot serve this group and device.
+    """
+    backend = gemm_backend(tp_gemm_backend, tp_group, device=device)
+    if backend.size == 1:
+        if isinstance(tp_gemm_backend, str) and tp_gemm_backend != "auto":
+            # Python shows a warning once for the line that caused it, so a stack of layers says it once
+            warnings.warn(
+                f"{module}: tp_gemm_backend={tp_gemm_backend!r} has nothing to do at tensor-parallel degree 1; the "
+                "plain "
+                "linear runs",
+                stacklevel=2,
+                skip_file_prefixes=(_PACKAGE,),
+            )
+        return backend
+    if not sequence_parallel:
+        raise GTPValueError(
+            f"{module}(sequence_parallel=False): its GEMMs gather and reduce-scatter activations whose sequence is "
+            "split over the tensor-parallel ranks; without that there is nothing to fold in. Leave "
+            "sequence_parallel=True and hand this module the rank's part of the sequence, or use a stock "
+            "tensor-parallel linear"
+        )
+    return backend
+
+
+def part_of(module: str, what: str, count: int, backend: GemmBackend) -> int:
+    """This rank's share of `count`.
+
+    Raises:
+        GTPValueError: it does not split.
+    """
+    if count < 1 or count % backend.size:
+        raise GTPValueError(
+            f"{module}: {what}={count} must be a positive multiple of the {backend.size} tensor-parallel ranks. Choose "
+            "a multiple, or a smaller group"
+        )
+    return count // backend.size
+
+
+def kaiming(weight: torch.Tensor) -> None:
+    """The default of `nn.Linear`: uniform within 1 / sqrt(in features)."""
+    torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+
+
+def draw(
+    like: torch.Tensor, shape: tuple[int, ...], init: Init, part: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Draws a whole tensor and gives this rank's part, so one seed gives one model at every tensor-parallel degree.
+
+    Args:
+        like: Dtype and device.
+        shape: The whole tensor's.
+        init: Fills it in place.
+        part: Cuts this rank's part out of it.
+    """
+    full = torch.empty(shape, dtype=like.dtype, device=like.device)
+    init(full)
+    return part(full)
+
+
+def draw_bias(
+    like: torch.Tensor, features: int, in_features: int, part: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """As `draw`, with the default of `nn.Linear` for a bias `[features]`."""
+    bound = 1 / math.sqrt(in_features)
+    return draw(like, (features,), lambda full: torch.nn.init.uniform_(full, -bound, bound), part)
+
+
+def chunk(backend: GemmBackend, dim: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Cuts this rank's equal part along `dim`."""
+    return lambda full: full.chunk(backend.size, dim)[backend.rank]
+
+
+def sequence_dim_of(x: torch.Tensor, sequence_dim: int) -> int:
+    """A matrix of activations is rows of one sequence; otherwise the module's own setting says."""
+    return 0 if x.ndim == 2 else sequence_dim
+
+
+def check_bias(module: str, bias: bool, backend: GemmBackend) -> None:
+    """A bias of a column-parallel layer is added inside the GEMM.
+
+    Raises:
+        GTPValueError: the backend takes none.
+    """
+    if bias and not backend.takes_bias:
+        raise GTPValueError(
+            f"{module}(bias=True): tp_gemm_backend={backend.name!r} takes no bias in the GEMM. Use bias=False, or "
+            "'copy_engine' or 'collective'"
+        )
+
+
+def describe(in_features: int, out_features: int, bias: bool, backend: GemmBackend) -> str:
+    """`extra_repr` of a parallel linear."""
+    return (
+        f"in_features={in_features}, out_features={out_features}, bias={bias}, tp={backend.size}, "
+        f"tp_gemm_backend={backend.name}"
+    )

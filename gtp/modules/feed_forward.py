@@ -1,0 +1,173 @@
+"""`FeedForward` and `FusedSwiGLU`: the SwiGLU block of a transformer, `w2(silu(w1 x) * (w3 x))`.
+
+Both take the same arguments, have the same state dict, and run two collectives forward (one gather, one reduce-scatter)
+and three backward. `FeedForward` has three weights. `FusedSwiGLU` has gate and up in one, for one GEMM in place of two.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gtp.modules._fused import FusedParameters, Part
+from gtp.modules._tensor_parallel import (
+    GroupOrMesh,
+    Init,
+    chunk,
+    draw,
+    kaiming,
+    part_of,
+    sequence_dim_of,
+    tp_backend,
+)
+from gtp.modules.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from gtp.ops.collective_backends import BackendName, GemmBackend
+from gtp.ops.collective_linear import all_gather_linear, all_gather_linear_multi
+from gtp.ops.swiglu import silu_and_mul, silu_and_mul_pairs
+from gtp.protocol import is_distributed_weight
+
+
+def swiglu_feed_forward(dim: int, hidden_dim: int, *, fused: bool, **arguments: object) -> FeedForward | FusedSwiGLU:
+    """`FusedSwiGLU` if `fused`, else `FeedForward`; both with the collective GEMMs that `tp_gemm_backend` asks for."""
+    return (FusedSwiGLU if fused else FeedForward)(dim, hidden_dim, **arguments)  # type: ignore[arg-type]
+
+
+class FeedForward(nn.Module):
+    """SwiGLU with three weights; gate and up share one gather of the sequence.
+
+    Children: `w1` (gate) and `w3` (up), `ColumnParallelLinear` without bias, of which only the weights are used here;
+    `w2` (down), `RowParallelLinear` without bias.
+
+    Args:
+        dim: In and out features.
+        hidden_dim: Features between; a multiple of the number of tensor-parallel ranks, like `dim`.
+        tp_group, tp_gemm_backend, sequence_parallel, sequence_dim, init_method, device, dtype: As in
+            `ColumnParallelLinear`.
+
+    Raises:
+        GTPValueError: features that do not split, sequence parallelism off, a backend that cannot serve.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        *,
+        tp_group: GroupOrMesh | None = None,
+        tp_gemm_backend: BackendName | GemmBackend = "auto",
+        sequence_parallel: bool = True,
+        sequence_dim: int = 1,
+        init_method: Init | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        who = type(self).__name__
+        self.backend = tp_backend(who, tp_group, tp_gemm_backend, sequence_parallel=sequence_parallel, device=device)
+        part_of(who, "dim", dim, self.backend)
+        part_of(who, "hidden_dim", hidden_dim, self.backend)
+        self.sequence_dim = sequence_dim
+
+        def column() -> ColumnParallelLinear:
+            return ColumnParallelLinear(
+                dim, hidden_dim, bias=False, tp_group=tp_group, tp_gemm_backend=self.backend, sequence_dim=sequence_dim,
+                init_method=init_method, device=device, dtype=dtype,
+            )  # fmt: skip
+
+        # in this order, the same seed gives the same weights as FusedSwiGLU
+        self.w1, self.w3 = column(), column()
+        self.w2 = RowParallelLinear(
+            hidden_dim, dim, bias=False, tp_group=tp_group, tp_gemm_backend=self.backend, sequence_dim=sequence_dim,
+            init_method=init_method, device=device, dtype=dtype,
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` and result: `[..., dim]` with 1/R of the sequence."""
+        if self.backend.size == 1:
+            gate, up = self.w1(x), self.w3(x)
+        else:
+            gate, up = all_gather_linear_multi(
+                x,
+                [self.w1.weight, self.w3.weight],
+                backend=self.backend,
+                sequence_dim=sequence_dim_of(x, self.sequence_dim),
+            )
+        y: torch.Tensor = self.w2(silu_and_mul(gate, up))
+        return y
+
+
+class FusedSwiGLU(FusedParameters):
+    """SwiGLU with gate and up in one weight, so that they are one GEMM and one gather under tensor and weight sharding.
+
+    Parameters: `w13` `[hidden_dim / R, 2, dim]`, gate at index 0 of dim 1, up at index 1. A split of dim 0 splits both
+    alike, which is why they are interleaved. Child: `w2`, `RowParallelLinear` without bias.
+
+    State dicts have `w1.weight` and `w3.weight` as `FeedForward`'s do, so checkpoints of either load into the other;
+    the fused layout (`w13`) loads too. A `w13` that is distributed (`gtp.shard_model`, FSDP) is saved as it is, under
+    `w13`.
+
+    Arguments and errors as in `FeedForward`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        *,
+        tp_group: GroupOrMesh | None = None,
+        tp_gemm_backend: BackendName | GemmBackend = "auto",
+        sequence_parallel: bool = True,
+        sequence_dim: int = 1,
+        init_method: Init | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        who = type(self).__name__
+        self.backend = tp_backend(who, tp_group, tp_gemm_backend, sequence_parallel=sequence_parallel, device=device)
+        part_of(who, "dim", dim, self.backend)
+        rows = part_of(who, "hidden_dim", hidden_dim, self.backend)
+        self.dim = dim
+        self.hidden_dim = hidden_dim
+        self.sequence_dim = sequence_dim
+        self.init_method = kaiming if init_method is None else init_method
+        self.w13 = nn.Parameter(torch.empty(rows, 2, dim, device=device, dtype=dtype))
+        self.reset_parameters()
+        self.w2 = RowParallelLinear(
+            hidden_dim, dim, bias=False, tp_group=tp_group, tp_gemm_backend=self.backend, sequence_dim=sequence_dim,
+            init_method=init_method, device=device, dtype=dtype,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws the whole w1, then the whole w3, and keeps this rank's rows of both."""
+        for part in self.fused_parts():
+            shape = (self.hidden_dim, self.dim)
+            part.view(self.w13).copy_(draw(self.w13, shape, self.init_method, chunk(self.backend, 0)))
+
+    def fused_parts(self) -> list[Part]:
+        """`w1` and `w3` in `w13`."""
+        return [
+            Part("w13", "w1.weight", lambda w13: w13[:, 0], leading_dims=1),
+            Part("w13", "w3.weight", lambda w13: w13[:, 1], leading_dims=1),
+        ]
+
+    def weight_groups(self) -> list[list[str]]:
+        """Names of the parameters that may be sharded, in the groups that are gathered together."""
+        return [["w13"]]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` and result: `[..., dim]` with 1/R of the sequence."""
+        if self.backend.size == 1 and not is_distributed_weight(self.w13):
+            y13 = F.linear(x, self.w13.flatten(0, 1))
+        else:
+            dim = sequence_dim_of(x, self.sequence_dim)
+            y13 = all_gather_linear(x, self.w13, backend=self.backend, sequence_dim=dim)
+        y: torch.Tensor = self.w2(silu_and_mul_pairs(y13.unflatten(-1, (-1, 2))))
+        return y
+
+    def extra_repr(self) -> str:
+        return (
+            f"dim={self.dim}, hidden_dim={self.hidden_dim}, tp={self.backend.size}, tp_gemm_backend={self.backend.name}"
+        )
