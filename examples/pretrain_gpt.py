@@ -27,8 +27,6 @@ for _name in ("torch.utils.cpp_extension", "megatron.core"):
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
-
 
 def main() -> int:
     args = _arguments()
