@@ -74,7 +74,9 @@ class GTPConfig:
     def __new__(cls, *args: Any, **fields: Any) -> GTPConfig:
         # dataclass would raise a bare TypeError; a typo deserves the near name
         if args:
-            raise GTPValueError(f"GTPConfig takes keyword arguments only, got {len(args)} positional: write GTPConfig(name=value)")
+            raise GTPValueError(
+                f"GTPConfig takes keyword arguments only, got {len(args)} positional: write GTPConfig(name=value)"
+            )
         known = [f.name for f in dataclasses.fields(cls)]
         for name in fields:
             if name not in known:

@@ -6,6 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from gtp.ops.collective_backends import BackendName, GemmBackend, gemm_backend
 GroupOrMesh = dist.ProcessGroup | DeviceMesh
 Init = Callable[[torch.Tensor], object]
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def tp_backend(

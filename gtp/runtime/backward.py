@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 from torch.autograd import Variable
 
-
 NO_TASK = -1
 """What `backward_task` answers outside a backward."""
 

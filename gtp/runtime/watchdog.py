@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ _log = logging.getLogger("gtp")
 _MOST_SITES = 1024
 
 
-_ABSENT = {
+_ABSENT: Final = {
     "published": "to begin its forward",
     "read": "to end its forward or backward",
     "sent": "to send its gradients",
