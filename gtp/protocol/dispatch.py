@@ -47,7 +47,7 @@ def materialize_weight_for_forward(weights: Sequence[torch.Tensor]) -> list[torc
         One full weight `[rows, ...]` per entry, in order.
 
     Raises:
-        ProtocolError: the leader answered the wrong count, type or shape.
+        ProtocolError: the leader answered the wrong count, type or shape, or what is not plain and contiguous.
     """
     if not is_distributed_weight(weights[0]):
         return list(weights)
@@ -75,11 +75,7 @@ def weight_grad_buffers(weights: Sequence[torch.Tensor]) -> list[torch.Tensor] |
         return None
     buffers = [cast(DistributedWeight, w).grad_buffer() for w in weights]
     for index, buffer in enumerate(buffers):
-        _check_trailing(weights, index, buffer, "grad_buffer")
-        if not buffer.is_contiguous():
-            raise ProtocolError(
-                f"grad_buffer of {describe_weight(weights[index])} must be contiguous, got strides {buffer.stride()}"
-            )
+        _check_tensor(weights[index], buffer, "grad_buffer")
     return buffers
 
 
@@ -152,28 +148,30 @@ def _check_full(weights: Sequence[torch.Tensor], answer: object, call: str) -> l
     full = _as_list(answer)
     _check_count(weights, full, call, "one full weight per weight")
     for index, tensor in enumerate(full):
-        _check_trailing(weights, index, tensor, call)
+        _check_tensor(weights[index], tensor, call)
     return cast("list[torch.Tensor]", full)
 
 
-def _check_trailing(weights: Sequence[torch.Tensor], index: int, tensor: object, call: str) -> None:
-    weight = weights[index]
+def _check_tensor(weight: torch.Tensor, tensor: object, call: str) -> None:
+    """What every full weight and every buffer is: a plain contiguous tensor `[rows, *shard.shape[1:]]`."""
     if not isinstance(tensor, torch.Tensor):
         raise ProtocolError(
             f"{call} of {describe_weight(weight)} must return a torch.Tensor, got {type(tensor).__name__}"
         )
-    if tensor is not weight and getattr(tensor, "is_distributed_weight", False):
+    if getattr(tensor, "is_distributed_weight", False):
         raise ProtocolError(
             f"{call} of {describe_weight(weight)} returned a {type(tensor).__name__} that is distributed itself; "
             "a full weight must be a plain tensor"
         )
     with _plain():
-        shard_shape, shape = weight.shape, tensor.shape
+        shard_shape, shape, contiguous = weight.shape, tensor.shape, tensor.is_contiguous()
     if len(shape) != len(shard_shape) or shape[1:] != shard_shape[1:]:
         raise ProtocolError(
             f"{call} of {describe_weight(weight)} promised [rows, {', '.join(map(str, shard_shape[1:]))}], got "
             f"{tuple(shape)}"
         )
+    if not contiguous:
+        raise ProtocolError(f"{call} of {describe_weight(weight)} must be contiguous, got strides {tensor.stride()}")
 
 
 def describe_weight(weight: torch.Tensor) -> str:
