@@ -169,13 +169,17 @@ class BufferPool:
         self._lingering = still
 
     def _retire(self, buffer: Buffer) -> None:
-        if self._on_cuda and buffer.stream is not None:
-            event = self._spare_events.pop() if self._spare_events else torch.cuda.Event()
-            event.record(buffer.stream)
-            buffer.events.append(event)
-            buffer.stream = None
+        self._record(buffer, buffer.stream)
+        buffer.stream = None
         self.leased_bytes -= buffer.nbytes
         self._free.setdefault(buffer.nbytes, []).append(buffer)
+
+    def _record(self, buffer: Buffer, stream: torch.cuda.Stream | None) -> None:
+        """The next writer waits for what `stream` has been given so far."""
+        if stream is not None:
+            event = self._spare_events.pop() if self._spare_events else torch.cuda.Event()
+            event.record(stream)
+            buffer.events.append(event)
 
     def _new(self, nbytes: int) -> Buffer:
         excess = self.reserved_bytes + nbytes - self._limit
@@ -189,6 +193,8 @@ class BufferPool:
         with torch.inference_mode(False):
             buffer = Buffer(self._allocate(nbytes))
         self.reserved_bytes += buffer.nbytes
+        # The allocator hands out memory in the order of the current stream: what had it before may not have run yet.
+        self._record(buffer, torch.cuda.current_stream() if self._on_cuda else None)
         return buffer
 
     def _give_back(self, buffer: Buffer) -> None:

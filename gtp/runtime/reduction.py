@@ -96,6 +96,20 @@ class Reducer:
         self._targets.clear()
         return owners
 
+    def switch(self, pool: BufferPool) -> None:
+        """A CUDA graph capture begins or has ended.
+
+        Raises:
+            GTPStateError: gradients are on their way, or held by `no_sync`: they would belong to both sides.
+        """
+        if self._in_flight or self._unreduced:
+            raise GTPStateError(
+                "a CUDA graph capture begins or ends while gradients are being reduced or are held by no_sync: capture "
+                "whole steps, and end no_sync with a reducing backward first"
+            )
+        self._lent.clear()
+        self._pool = pool
+
     def abandon(self) -> None:
         """After a backward that raised: nothing of it is delivered. What `no_sync` holds from earlier ones stays."""
         while self._in_flight:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gtp.errors import GTPStateError
 from gtp.runtime.buffers import Buffer, BufferPool, nbytes_of
 from gtp.runtime.group import WeightGroup
 from gtp.runtime.schedule import Phase, Schedule
@@ -44,7 +45,8 @@ class Gatherer:
         self._shapes = [[m.padded_shape(g.size) for m in g.members] for g in groups]
         self._nbytes = [nbytes_of(shapes, g.compute_dtype) for shapes, g in zip(self._shapes, groups, strict=True)]
         self._resident: dict[int, _Copy] = {}
-        self._line_open = False
+        self._line: int | None = None  # the capture in which the open line began, 0 for none; None when none is open
+        self._capture = 0
         self.bytes_gathered = 0
 
     def open_line(self) -> None:
@@ -53,7 +55,7 @@ class Gatherer:
         self._end_line(decision.drop)
         self._refresh(self._groups)
         self._transport.open(self._groups)
-        self._line_open = True
+        self._line = self._capture
         self._prefetch(decision.prefetch)
 
     def close_line(self) -> None:
@@ -63,6 +65,7 @@ class Gatherer:
     def consume(self, group: WeightGroup, phase: Phase, *, inside: bool) -> list[torch.Tensor]:
         """The full weights of `group` for one GEMM. Each tensor is its own lease."""
         index = group.index
+        inside = inside and self._line == self._capture
         decision = self._schedule.consume(index, phase, inside=inside)
         if not inside:
             return self._consume_alone(group)
@@ -95,8 +98,22 @@ class Gatherer:
         """After an exception or for `release`: nothing stays resident, nothing stays in flight."""
         self._end_line(self._schedule.reset())
 
+    def switch(self, pool: BufferPool, capture: int) -> None:
+        """A capture begins or has ended: copies of before are of no use. See [Note: captures]."""
+        for copy in self._resident.values():
+            self._pool.let_go(copy.buffer)
+        self._resident.clear()
+        self._schedule.reset()
+        self._pool = pool
+        self._capture = capture
+
     def _consume_alone(self, group: WeightGroup) -> list[torch.Tensor]:
-        was_open = self._line_open
+        was_open = self._line is not None
+        if was_open and self._line != self._capture:
+            raise GTPStateError(
+                f"{group.name}: a CUDA graph capture began inside a forward or backward of the model, or ended before it. "
+                "Capture whole steps (forward and backward), or layers outside of any forward"
+            )
         if was_open:
             self._finish_all()
             self._transport.close()
@@ -114,9 +131,9 @@ class Gatherer:
             self._drop(index)
         for index in list(self._resident):
             self._drop(index)
-        if self._line_open:
+        if self._line is not None:
             self._transport.close()
-            self._line_open = False
+            self._line = None
 
     def _refresh(self, groups: Sequence[WeightGroup]) -> None:
         """Makes `send` what the shard is now, where it is a copy."""

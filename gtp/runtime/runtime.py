@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from gtp.config import GTPConfig
 from gtp.errors import GTPStateError, UnsupportedError
 from gtp.runtime.backward import NO_TASK, BackwardTracker, backward_task
 from gtp.runtime.buffers import BufferPool
+from gtp.runtime.capture import current_capture
 from gtp.runtime.checked import CheckedTransport
 from gtp.runtime.group import WeightGroup
 from gtp.runtime.reduction import Reducer
@@ -50,6 +51,7 @@ class GTPRuntime:
         self._transport_reason = transport_reason
         self._groups: list[WeightGroup] = []
         self._started = False
+        self._capture = 0
         self._forward_depth = 0
         self._backward = BackwardTracker(self._end_of_backward, self._abandon)
         self.replicated = ReplicatedGradients(
@@ -89,30 +91,40 @@ class GTPRuntime:
             if owner is not None and owner.plain_shard().data_ptr() != member.shard.data_ptr():
                 owner.adopt(member.shard)
         sizes = [g.gathered_nbytes for g in groups]
-        largest = max(sizes, default=0)
         ahead = 4 * sum(sizes) // max(len(sizes), 1)
         prefetch = ahead if config.prefetch_bytes is None else config.prefetch_bytes
+        self._prefetch_bytes = prefetch
         self._schedule = Schedule(sizes, prefetch_bytes=prefetch, keep_bytes=config.keep_bytes)
-        on_cuda = self.device.type == "cuda"
-        self._gather_pool = BufferPool(
-            lambda nbytes: self._transport.allocate(nbytes, self.device, for_wgrad=False),
-            limit=prefetch + config.keep_bytes + largest,
-            on_cuda=on_cuda,
-        )
-        wgrads = [_wgrad_nbytes(g, config) for g in groups]
-        window = 4 * sum(wgrads) // max(len(wgrads), 1)
-        self._wgrad_pool = BufferPool(
-            lambda nbytes: self._transport.allocate(nbytes, self.device, for_wgrad=True),
-            limit=window + 2 * max(wgrads, default=0),
-            on_cuda=on_cuda,
-        )
-        self._gatherer = Gatherer(groups, self._schedule, self._gather_pool, self._transport)
-        self._reducer = Reducer(groups, self._wgrad_pool, self._transport, config, window)
+        self._pools = self._eager_pools = self._new_pools()
+        self._gatherer = Gatherer(groups, self._schedule, self._pools.gathers, self._transport)
+        self._reducer = Reducer(groups, self._pools.wgrads, self._transport, config, self._reduce_window())
         self._started = True
         _log.info(
             "gtp: %d weight groups over %s, %.1f MiB gathered, transport %s (%s)",
             len(groups), self.device, sum(sizes) / 2**20, self._transport.name, self._transport_reason,
         )  # fmt: skip
+
+    def _new_pools(self) -> _Pools:
+        largest = max((g.gathered_nbytes for g in self._groups), default=0)
+        largest_wgrad = max((_wgrad_nbytes(g, self.config) for g in self._groups), default=0)
+        on_cuda = self.device.type == "cuda"
+        return _Pools(
+            BufferPool(
+                lambda nbytes: self._transport.allocate(nbytes, self.device, for_wgrad=False),
+                limit=self._prefetch_bytes + self.config.keep_bytes + largest,
+                on_cuda=on_cuda,
+            ),
+            BufferPool(
+                lambda nbytes: self._transport.allocate(nbytes, self.device, for_wgrad=True),
+                limit=self._reduce_window() + 2 * largest_wgrad,
+                on_cuda=on_cuda,
+            ),
+        )
+
+    def _reduce_window(self) -> int:
+        """Bytes of wgrads whose reduction may be in flight: four mean weight groups."""
+        wgrads = [_wgrad_nbytes(g, self.config) for g in self._groups]
+        return 4 * sum(wgrads) // max(len(wgrads), 1)
 
     def attach(self, root: torch.nn.Module) -> None:
         """Brackets the forwards of `root`: within them weights are prefetched."""
@@ -216,8 +228,8 @@ class GTPRuntime:
             kept=counters.kept,
             bytes_gathered=self._gatherer.bytes_gathered,
             bytes_reduced=self._reducer.bytes_reduced,
-            peak_leased_bytes=self._gather_pool.peak_leased_bytes,
-            peak_wgrad_bytes=self._wgrad_pool.peak_leased_bytes,
+            peak_leased_bytes=self._eager_pools.gathers.peak_leased_bytes,
+            peak_wgrad_bytes=self._eager_pools.wgrads.peak_leased_bytes,
             unreduced_bytes=self._reducer.held_bytes,
         )
 
@@ -236,8 +248,8 @@ class GTPRuntime:
         self._abandon()
         self._reducer.discard_held()
         self.replicated.discard_held()
-        self._gather_pool.trim()
-        self._wgrad_pool.trim()
+        for pool in self._pools:
+            pool.trim()
 
     @property
     def transport(self) -> Transport:
@@ -254,12 +266,22 @@ class GTPRuntime:
         """
         if not self._started:
             self.start()
+        capture = current_capture(self.device)
+        if capture != self._capture:
+            self._switch(capture)
         task = backward_task()
         if task == NO_TASK:
             self._backward.outside()
         else:
             self._backward.enter(task)
         return task
+
+    def _switch(self, capture: int) -> None:
+        """A CUDA graph capture begins or has ended: see [Note: captures]."""
+        self._capture = capture
+        self._pools = self._new_pools() if capture else self._eager_pools
+        self._gatherer.switch(self._pools.gathers, capture)
+        self._reducer.switch(self._pools.wgrads)
 
     def _enter_backward(self) -> None:
         if backward_task() != NO_TASK:
@@ -293,6 +315,11 @@ class GTPRuntime:
             "a GTPRuntime holds process groups, streams and buffers, and cannot be copied or pickled: "
             "save state dicts (gtp.checkpoint), and call gtp.shard_model on the copy of the plain model"
         )
+
+
+class _Pools(NamedTuple):
+    gathers: BufferPool
+    wgrads: BufferPool
 
 
 def _wgrad_nbytes(group: WeightGroup, config: GTPConfig) -> int:

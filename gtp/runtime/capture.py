@@ -1,0 +1,24 @@
+"""CUDA graph capture, as the runtime sees it.
+
+[Note: captures] What a graph uses must be the graph's: memory from its private pool, events recorded inside it, side
+streams that have joined by its end. So a capture has buffer pools of its own, which end with it, and copies that were
+gathered outside are not used inside, nor the reverse. A line that begins inside a capture (forward and backward of a whole
+step) prefetches as eager code does, since it also ends inside. In a capture that holds less than a line (one layer),
+every consume gathers on demand and is done before the next.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def current_capture(device: torch.device) -> int:
+    """Identifies the CUDA graph capture that the current stream is in; 0 if none."""
+    if device.type != "cuda" or not torch._C._cuda_isCurrentStreamCapturing():
+        return 0
+    from cuda.bindings import driver
+
+    status, _, identifier, *_ = driver.cuStreamGetCaptureInfo(torch._C._cuda_getCurrentRawStream(device.index or 0))
+    if int(status) != 0:
+        raise RuntimeError(f"cuStreamGetCaptureInfo failed: {status}")
+    return int(identifier)
