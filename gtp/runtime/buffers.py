@@ -88,7 +88,7 @@ class BufferPool:
     """Buffers of one device. A buffer is held while `holds` > 0: one hold per handed-out tensor, one per owner.
 
     Args:
-        allocate: Makes uint8 memory of a size in bytes.
+        allocate: Makes uint8 memory of a size in bytes. Not called in inference mode, which the memory would outlive.
         limit: Bytes the pool keeps; beyond it, free buffers of other sizes are given back before a new one is made.
             What is leased at one time is the caller's business and may exceed it.
         on_cuda: Whether ends of leases are ordered by CUDA events.
@@ -102,6 +102,8 @@ class BufferPool:
         self._lingering: list[Buffer] = []
         self._spare_events: list[torch.cuda.Event] = []
         self._handed: dict[int, _Lease] = {}
+        self._raw_stream = -1
+        self._stream: torch.cuda.Stream | None = None
         self.reserved_bytes = 0
         self.leased_bytes = 0
         self.peak_leased_bytes = 0
@@ -121,8 +123,7 @@ class BufferPool:
     def hand_out(self, buffer: Buffer, tensor: torch.Tensor) -> None:
         """Adds a hold that ends with `tensor`, a fresh view of the buffer. See [Note: when a lease ends]."""
         buffer.holds += 1
-        if self._on_cuda:
-            buffer.stream = torch.cuda.current_stream(tensor.device)
+        buffer.stream = self._current_stream()
         lease = _Lease(tensor, self._ended)
         lease.buffer = buffer
         self._handed[id(lease)] = lease
@@ -137,6 +138,11 @@ class BufferPool:
                 self._lingering.append(buffer)
             else:
                 self._retire(buffer)
+
+    def touched(self, buffer: Buffer) -> None:
+        """The current stream is ordered after what was done to a buffer that nobody was handed."""
+        if self._on_cuda:
+            buffer.stream = torch.cuda.current_stream()
 
     def recycle_events(self, buffer: Buffer) -> None:
         """After the next writer was made to wait: the events may be recorded anew."""
@@ -169,10 +175,20 @@ class BufferPool:
         self._lingering = still
 
     def _retire(self, buffer: Buffer) -> None:
-        self._record(buffer, buffer.stream)
+        # A copy that was dropped unused was finished in the order of the current stream.
+        self._record(buffer, buffer.stream or self._current_stream())
         buffer.stream = None
         self.leased_bytes -= buffer.nbytes
         self._free.setdefault(buffer.nbytes, []).append(buffer)
+
+    def _current_stream(self) -> torch.cuda.Stream | None:
+        """torch's own way to the current stream costs more than everything else here together."""
+        if not self._on_cuda:
+            return None
+        raw = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        if raw != self._raw_stream:
+            self._raw_stream, self._stream = raw, torch.cuda.current_stream()
+        return self._stream
 
     def _record(self, buffer: Buffer, stream: torch.cuda.Stream | None) -> None:
         """The next writer waits for what `stream` has been given so far."""
@@ -189,12 +205,10 @@ class BufferPool:
                 while self._free[size] and excess > 0:
                     excess -= size
                     self._give_back(self._free[size].pop())
-        # Tensors born in inference mode may not be written outside it, and a pool outlives the mode.
-        with torch.inference_mode(False):
-            buffer = Buffer(self._allocate(nbytes))
+        buffer = Buffer(self._allocate(nbytes))
         self.reserved_bytes += buffer.nbytes
         # The allocator hands out memory in the order of the current stream: what had it before may not have run yet.
-        self._record(buffer, torch.cuda.current_stream() if self._on_cuda else None)
+        self._record(buffer, self._current_stream())
         return buffer
 
     def _give_back(self, buffer: Buffer) -> None:

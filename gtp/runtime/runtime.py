@@ -111,7 +111,7 @@ class GTPRuntime:
         return _Pools(
             BufferPool(
                 lambda nbytes: self._transport.allocate(nbytes, self.device, for_wgrad=False),
-                limit=self._prefetch_bytes + self.config.keep_bytes + largest,
+                limit=self._prefetch_bytes + self.config.keep_bytes + 2 * largest,
                 on_cuda=on_cuda,
             ),
             BufferPool(
