@@ -1,5 +1,6 @@
 """gtp: Generalized Tensor Parallelism for PyTorch. Every weight is one shard per rank, gathered just in time."""
 
+from gtp.checkpoint import full_state_dict, load_full_state_dict
 from gtp.config import GTPConfig
 from gtp.errors import (
     DesyncError,
@@ -35,8 +36,10 @@ __all__ = [
     "ShardLayout",
     "UnsupportedError",
     "clip_grad_norm_",
+    "full_state_dict",
     "full_weights",
     "grad_norm",
+    "load_full_state_dict",
     "shard_model",
 ]
 

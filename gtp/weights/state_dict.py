@@ -14,7 +14,7 @@ from torch import nn
 from gtp.errors import GTPValueError, UnsupportedError
 from gtp.weights.layout import ShardLayout
 from gtp.weights.parameter import GTPWeight
-from gtp.weights.shard_tensor import CheckpointableShard, ShardOrigin, ShardTensor
+from gtp.weights.shard_tensor import CheckpointableShard, ShardTensor
 
 
 def hook_state_dict(model: nn.Module) -> None:
@@ -26,15 +26,19 @@ def hook_state_dict(model: nn.Module) -> None:
             module.register_load_state_dict_pre_hook(_take_own_rows)
 
 
-def shard_tensor_of(weight: GTPWeight, shard: torch.Tensor | None = None) -> ShardTensor:
+def as_saved(weight: GTPWeight, shard: torch.Tensor | None = None) -> torch.Tensor:
     """`weight`, or another tensor of its shard's shape, as state dicts show it. Shares storage.
 
     Args:
         weight: The weight.
         shard: `[shard_rows, *trailing]`, such as an optimizer's state of it. Default: the weight's own shard.
+
+    Returns:
+        A `ShardTensor`; a plain tensor where the shard is the whole weight (one rank, no padding).
     """
-    origin = ShardOrigin(weight.name, weight.layout, weight.group)
-    return ShardTensor(weight.plain_shard() if shard is None else shard.as_subclass(torch.Tensor), origin)
+    plain = weight.plain_shard() if shard is None else shard.detach().as_subclass(torch.Tensor)
+    layout = weight.layout
+    return plain if layout.shard_shape == layout.logical_shape else ShardTensor(plain, weight.origin)
 
 
 def require_rows(value: torch.Tensor, layout: ShardLayout, name: str) -> None:
@@ -95,7 +99,7 @@ def _mark_shards(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
         key = prefix + attribute
         # with keep_vars=True the value is the weight itself, which knows what it is
         if isinstance(weight, GTPWeight) and key in state_dict and not isinstance(state_dict[key], GTPWeight):
-            state_dict[key] = shard_tensor_of(weight)
+            state_dict[key] = as_saved(weight)
 
 
 def _check_before_any_change(
