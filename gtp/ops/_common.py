@@ -46,6 +46,16 @@ def is_managed(weight: torch.Tensor) -> bool:
     return is_distributed_weight(weight) or collects_main_grad(weight)
 
 
+def is_surely_plain(weight: torch.Tensor) -> bool:
+    """Whether the weight is not managed, and is of a class for which torch.compile can tell.
+
+    While tracing, torch takes an attribute of a tensor subclass that has a `__getattr__` of its own for missing, and a
+    shard would pass for a full weight. So other classes are asked outside the graph (`outside_graphs`).
+    """
+    kind = type(weight)
+    return (kind is torch.nn.Parameter or kind is torch.Tensor) and not is_managed(weight)
+
+
 def refuse_distributed(op: str, **tensors: torch.Tensor | None) -> None:
     """Arguments other than the weight must be plain.
 

@@ -12,6 +12,7 @@ from gtp.errors import UnsupportedError
 from gtp.ops._common import (
     finish_wgrads,
     is_managed,
+    is_surely_plain,
     outside_graphs,
     plain_access,
     refuse_distributed,
@@ -49,14 +50,10 @@ def embedding(
     Raises:
         UnsupportedError: `max_norm` or `sparse` with a distributed weight; double backward.
     """
-    refuse_distributed("embedding", input=input)
-    if not is_managed(weight):
+    if is_surely_plain(weight):
+        refuse_distributed("embedding", input=input)
         return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-    if is_distributed_weight(weight):
-        _refuse_writes_and_sparse(weight, max_norm, sparse)
-    elif max_norm is not None or sparse:
-        return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-    return _managed_embedding(input, weight, padding_idx, scale_grad_by_freq)
+    return _managed_embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
 
 
 def _refuse_writes_and_sparse(weight: torch.Tensor, max_norm: float | None, sparse: bool) -> None:
@@ -75,8 +72,19 @@ def _refuse_writes_and_sparse(weight: torch.Tensor, max_norm: float | None, spar
 
 @outside_graphs
 def _managed_embedding(
-    ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None, scale_grad_by_freq: bool
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    padding_idx: int | None,
+    max_norm: float | None,
+    norm_type: float,
+    scale_grad_by_freq: bool,
+    sparse: bool,
 ) -> torch.Tensor:
+    refuse_distributed("embedding", input=ids)
+    if is_distributed_weight(weight):
+        _refuse_writes_and_sparse(weight, max_norm, sparse)
+    elif not is_managed(weight) or max_norm is not None or sparse:
+        return F.embedding(ids, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     with plain_access():
         dims, trainable = weight.dim(), weight.requires_grad
     if dims != 2:

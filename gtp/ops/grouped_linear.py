@@ -20,6 +20,7 @@ from gtp.ops._common import (
     check_rows,
     finish_wgrads,
     is_managed,
+    is_surely_plain,
     main_grad_dtype,
     outside_graphs,
     plain_access,
@@ -72,7 +73,7 @@ def grouped_linear(
         refuse_distributed("grouped_linear", biases=bias)
     _check_counts(weights, m_splits, biases)
     splits = _splits(m_splits, math.prod(input.shape[:-1]))
-    if not any(is_managed(w) for w in weights):
+    if all(is_surely_plain(w) for w in weights):
         return _plain(input, splits, weights, bias_list)
     return _managed_grouped_linear(input, splits, list(weights), bias_list)
 
@@ -116,6 +117,8 @@ def _plain(
 def _managed_grouped_linear(
     x: torch.Tensor, splits: list[int], weights: list[torch.Tensor], biases: list[torch.Tensor]
 ) -> torch.Tensor:
+    if not any(is_managed(w) for w in weights):
+        return _plain(x, splits, weights, biases)
     trainable = _check_group(x, weights)
     dtype = autocast_dtype(x)
     x = autocast_to(x, dtype)

@@ -16,6 +16,7 @@ from gtp.ops._common import (
     autocast_dtype,
     autocast_to,
     is_managed,
+    is_surely_plain,
     outside_graphs,
     plain_access,
     refuse_distributed,
@@ -97,11 +98,10 @@ def layernorm_linear(
     Raises:
         What `norm` and `linear` raise.
     """
-    refuse_distributed("layernorm_linear", norm_weight=norm_weight, norm_bias=norm_bias)
     normalize = functools.partial(norm, normalization=normalization, eps=eps, zero_centered_gamma=zero_centered_gamma)
-    if not is_managed(weight):
+    if is_surely_plain(weight):
+        refuse_distributed("layernorm_linear", input=input, norm_weight=norm_weight, norm_bias=norm_bias)
         return linear(normalize(input, norm_weight, norm_bias), weight, bias)
-    refuse_distributed("layernorm_linear", input=input, bias=bias)
     return _managed_layernorm_linear(normalize, input, norm_weight, norm_bias, weight, bias)
 
 
@@ -114,6 +114,9 @@ def _managed_layernorm_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
+    refuse_distributed("layernorm_linear", input=x, norm_weight=norm_weight, norm_bias=norm_bias, bias=bias)
+    if not is_managed(weight):
+        return linear(normalize(x, norm_weight, norm_bias), weight, bias)
     with plain_access():
         shape, trainable = weight.shape, weight.requires_grad
     check_shapes(x, weight, shape)

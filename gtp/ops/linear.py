@@ -18,6 +18,7 @@ from gtp.ops._common import (
     check_rows,
     finish_wgrads,
     is_managed,
+    is_surely_plain,
     main_grad_dtype,
     outside_graphs,
     plain_access,
@@ -54,15 +55,17 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
         UnsupportedError: the weight is not 2-d; input or bias is a distributed weight; double backward.
         GTPStateError: in backward, the weight was written after the forward.
     """
-    refuse_distributed("linear", input=input, bias=bias)
-    if not is_managed(weight):
+    if is_surely_plain(weight):
+        refuse_distributed("linear", input=input, bias=bias)
         return F.linear(input, weight, bias)
-    return managed_linear(input, weight, bias)
+    return _managed_linear(input, weight, bias)
 
 
 @outside_graphs
-def managed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`linear` for a distributed weight or one with `main_grad`. A graph break for torch.compile."""
+def _managed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    refuse_distributed("linear", input=x, bias=bias)
+    if not is_managed(weight):
+        return F.linear(x, weight, bias)
     with plain_access():
         shape, trainable = weight.shape, weight.requires_grad
     check_shapes(x, weight, shape)
