@@ -46,7 +46,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 # one thread per rank: two ranks on two cores would otherwise fight for them
 demo: $(STAMP)
-	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --nproc-per-node $(RANKS) examples/pretrain_gpt.py $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/pretrain_gpt.py $(ARGS)
 
 test: $(STAMP)
 	$(RUN) -m pytest $(TEST) $(ARGS)
