@@ -118,7 +118,7 @@ class Gatherer:
             self._finish_all()
             self._transport.close()
         self._refresh([group])
-        self._transport.open([group])
+        self._transport.open(self._groups if was_open else [group])
         copy = self._start(group)
         full = self._hand_out(group, copy)
         self._pool.let_go(copy.buffer)
