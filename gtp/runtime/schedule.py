@@ -231,7 +231,7 @@ class Schedule:
         wanted = (*self._so_far(), token)
         likely = self._expected() if len(wanted) == 1 else None
         for segment in [*([likely] if likely else []), *reversed(self._stored.values())]:
-            if segment.opened == self._opened and segment.tokens[: len(wanted)] == wanted:
+            if segment.tokens[: len(wanted)] == wanted:
                 return segment
         return None
 

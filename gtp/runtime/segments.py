@@ -106,6 +106,8 @@ class Segment:
 
     def _choose_kept(self, budget: Budget) -> None:
         """Of the groups that forward uses last and backward uses again, those that fit, the latest first."""
+        if budget.keep == 0:
+            return
         tokens = self.tokens[:-1]
         backward = next((i for i, t in enumerate(tokens) if t & 1 and consume_of(t)[1] is not Phase.FORWARD), 0)
         left = budget.keep

@@ -7,7 +7,6 @@ One test: `pytest tests/runtime/test_schedule.py -k branch`. All take under a se
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 
@@ -101,9 +100,9 @@ def test_no_prefetch_budget_means_no_prefetch() -> None:
 
 
 def test_the_default_budget_is_four_mean_groups() -> None:
-    schedule = Schedule([1, 2, 3, 2], prefetch_bytes=None, keep_bytes=0)
-    learn(schedule, "( A B C D )")
-    assert decide(schedule, "( A B C D )")[0] == "( +A +B +C +D"
+    schedule = Schedule([1, 2, 3, 2, 2], prefetch_bytes=None, keep_bytes=0)
+    learn(schedule, "( A B C D E )")
+    assert decide(schedule, "( A B C D E )")[0] == "( +A +B +C +D"
 
 
 # -- repeats -------------------------------------------------------------------------------------------------------
@@ -217,6 +216,40 @@ def test_a_permanent_change_is_learned_in_one_step() -> None:
     assert decide(schedule, frozen) == ["( +A +B", "A! +C", "B! +D", "C!*", "D!*", "d!", "c!", ")"]
 
 
+def test_of_several_ways_taken_from_a_place_the_last_one_is_expected() -> None:
+    schedule = make(5, 1)
+    learn(schedule, "( A C D )", "( A C E )", *["( A B )"] * 3)
+    assert decide(schedule, "( A C") == ["( +A", "A! +B", "C? +E -B"]
+
+
+def test_behind_something_new_the_segment_that_was_followed_goes_on() -> None:
+    schedule = make(6, 1)
+    learn(schedule, *["( A B C D E )"] * 3, "( D A A A B )")
+    # D was in both. F is new, so that nothing before D says which one this is.
+    assert decide(schedule, "( A B F D E") == ["( +A", "A! +B", "B! +C", "F?", "D? +E -C", "E!"]
+
+
+def test_a_segment_in_use_is_not_forgotten_for_those_that_come_once() -> None:
+    schedule = make(4, 2)
+    learn(schedule, STACK, STACK)
+    for turns in range(2, 40):
+        learn(schedule, "( A " + "B " * turns + ")")
+        assert misses(schedule, STACK) == 0
+
+
+def test_a_segment_not_seen_for_long_is_still_found() -> None:
+    schedule = make(4, 2)
+    learn(schedule, STACK, *["c )"] * 40)
+    assert misses(schedule, STACK) == 0
+
+
+def test_a_stretch_without_open_is_another_segment_than_the_same_with_it() -> None:
+    schedule = make(3, 1)
+    learn(schedule, "c b a )", "( c b a )")
+    assert decide(schedule, "c b a )") == ["c? +B", "b! +A", "a!", ")"]
+    assert decide(schedule, "( c b a )") == ["( +C", "c! +B", "b! +A", "a!", ")"]
+
+
 # -- recompute, accumulation, pipelines ----------------------------------------------------------------------------
 
 
@@ -290,6 +323,21 @@ def test_only_what_backward_uses_is_kept() -> None:
     assert decide(schedule, frozen) == ["(", "A?*", "B?", "C?*", "D?", "c!", "a!", ")"]
 
 
+def test_what_another_segment_would_have_kept_is_gathered_in_order_of_its_use() -> None:
+    schedule = make(7, 3, keep=3)
+    learn(schedule, "( C D G F f g d c )", *["( A B b a )"] * 3)
+    # Behind G the cursor is in the first segment, past the D that it keeps for backward: D comes between F and C.
+    assert decide(schedule, "( A B G F f g d c )") == [
+        "( +A +B", "A!*", "B!*", "G?* +F +D +C -A -B", "F!*", "f!", "g!", "d!", "c!", ")",
+    ]  # fmt: skip
+
+
+def test_what_forward_itself_uses_again_is_not_kept_for_backward() -> None:
+    schedule = make(2, 0, keep=3)
+    learn(schedule, "( A B A b a )")
+    assert decide(schedule, "( A B A b a )") == ["(", "A?", "B?*", "A?*", "b!", "a!", ")"]
+
+
 def test_a_forward_without_backward_keeps_nothing() -> None:
     schedule = make(4, 0, keep=4)
     learn(schedule, "( A B C D )")
@@ -331,6 +379,16 @@ def test_a_hit_found_stale_becomes_a_miss_and_its_new_copy_takes_the_place() -> 
     assert schedule.counters.hits == hits - 1
     assert schedule.resident == (2, 3)
     assert decide(schedule, "D d c b a )") == ["D!*", "d! +B", "c! +A", "b!", "a!", ")"]
+
+
+def test_a_copy_found_stale_twice_is_gone_the_second_time() -> None:
+    schedule = make(4, 2)
+    learn(schedule, STACK)
+    decide(schedule, "( A B C")
+    schedule.forget(2)
+    schedule.forget(2)
+    assert schedule.resident == (3,)
+    assert decide(schedule, "D d c b a )") == ["D!* +C", "d! +B", "c! +A", "b!", "a!", ")"]
 
 
 def test_a_copy_that_was_lost_is_gathered_again() -> None:
@@ -467,13 +525,15 @@ def test_time_per_consume_does_not_grow_with_the_number_of_layers() -> None:
             start = time.perf_counter()
             step_of(schedule, layers)
             times.append(time.perf_counter() - start)
-        return statistics.median(times) / (2 * layers) * 1e6
+        return min(times) / (2 * layers) * 1e6
 
-    few, many = steady(32), steady(512)
-    # Another process may take the core at any time: one quiet attempt of several is enough.
-    measured = []
-    for _ in range(10):
-        measured.append((microseconds(few, 32, 64), microseconds(many, 512, 4)))
-        if measured[-1][1] <= 1.2 * measured[-1][0] and max(measured[-1]) <= 5:
+    # Other processes only ever add to a time: the best of several tries, by turns, is what the work itself takes.
+    few, many = [], []
+    schedules = steady(32), steady(512)
+    for _ in range(40):
+        few.append(microseconds(schedules[0], 32, 64))
+        many.append(microseconds(schedules[1], 512, 4))
+        if min(many) <= 1.2 * min(few) and max(min(few), min(many)) <= 5:
             return
-    pytest.fail(f"microseconds per consume at 32 and 512 layers, ten times: {measured}")
+        time.sleep(0.05)
+    pytest.fail(f"microseconds per consume: {min(few)} at 32 layers, {min(many)} at 512")

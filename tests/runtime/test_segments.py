@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gtp.runtime.segments import Budget, Phase, Segment, Succession, Window, consume_of, token_of
@@ -35,6 +35,9 @@ def test_a_token_is_one_consume(group: int, phase: Phase, inside: bool) -> None:
 
 @settings(deadline=None, max_examples=200)
 @given(consumes, budgets)
+@example(
+    [(0, Phase.FORWARD, True), (1, Phase.FORWARD, True), (0, Phase.FORWARD, True)], Budget((0, 2) + (0,) * 4, 1, 0)
+)
 def test_the_window_at_a_place_is_the_same_however_one_comes_there(
     uses: list[tuple[int, Phase, bool]], budget: Budget
 ) -> None:
@@ -72,8 +75,8 @@ def test_a_window_is_the_next_uses_that_fit(
         for group, _, inside in uses[position:]:
             if not inside or group in groups:
                 continue
-            taken = sum(budget.nbytes[g] for g in groups)
-            if budget.prefetch == 0 or (taken > 0 and taken + budget.nbytes[group] > budget.prefetch):
+            size, taken = budget.nbytes[group], sum(budget.nbytes[g] for g in groups)
+            if budget.prefetch == 0 or (size > 0 and taken > 0 and taken + size > budget.prefetch):
                 break
             groups.append(group)
         assert [segment.uses[i] for i in came] == groups
@@ -100,6 +103,7 @@ def test_places_near_by_come_first() -> None:
         ([1, 1, 1, 2, 1, 1, 1, 2, 1, 1], 1),
         ([1, 1, 1, 1, 2, 1], 1),  # after 1 came 1 three times and 2 once
         ([1, 1, 1, 3, 3], 3),
+        ([2, 1, 1, 3], 1),
     ],
 )
 def test_what_follows(past: list[int], expected: int | None) -> None:
