@@ -107,7 +107,9 @@ def forward_matrix(weight: torch.Tensor, x: torch.Tensor, dtype: torch.dtype | N
 def backward_matrix(weight: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     """The full weight `[N, K]` for the dgrad GEMM, in the dtype of `dy [M, N]`."""
     (full,) = materialize_weight_for_backward([weight])
-    return autocast_to(_matrix(full), dy.dtype)
+    matrix = _matrix(full)
+    check_rows([weight], [matrix], dy.shape[1], "materialize_group_for_backward")
+    return autocast_to(matrix, dy.dtype)
 
 
 def _matrix(full: torch.Tensor) -> torch.Tensor:
