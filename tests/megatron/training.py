@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ class Case:
     gtp: int = 1
     cp: int = 1
     ep: int = 1
+    etp: int | None = None
     egtp: int = 1
     sequence_parallel: bool = False
     # model
@@ -171,6 +173,9 @@ class job:  # reads as a context manager
 
     def __exit__(self, *exception: Any) -> None:
         from megatron.core import parallel_state
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+        MTPLossLoggingHelper.tracker.clear()  # Megatron's own, sized by the first model that logs
 
         gtp.megatron.uninstall()
         parallel_state.destroy_model_parallel()
@@ -184,17 +189,34 @@ def initialize(case: Case) -> None:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     destroy_num_microbatches_calculator()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=case.tp,
-        pipeline_model_parallel_size=case.pp,
-        virtual_pipeline_model_parallel_size=case.vpp,
-        context_parallel_size=case.cp,
-        expert_model_parallel_size=case.ep,
-        gtp_remat_size=case.gtp,
-        expert_gtp_remat_size=case.egtp,
-    )
+    with mock.patch.object(parallel_state, "create_group", _group):
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=case.tp,
+            pipeline_model_parallel_size=case.pp,
+            virtual_pipeline_model_parallel_size=case.vpp,
+            context_parallel_size=case.cp,
+            expert_model_parallel_size=case.ep,
+            expert_tensor_parallel_size=case.etp,
+            gtp_remat_size=case.gtp,
+            expert_gtp_remat_size=case.egtp,
+            create_gloo_process_groups=False,
+        )
     torch.manual_seed(7)
     model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+
+
+def _group(members: list[int] | None = None, *, ranks: Any = None, group_desc: str = "", **_: Any) -> Any:
+    """In place of Megatron's `create_group`, which makes some fifty communicators per layout: those of the rank
+    process, one per set of ranks, and one more for the GTP axis.
+    """
+    chosen = tuple(sorted(members or ranks or range(dist.get_world_size())))
+    key = (chosen, "GTP" in group_desc)
+    if key not in _groups:
+        _groups[key] = dist.new_group(list(chosen))
+    return _groups[key]
+
+
+_groups: dict[Any, Any] = {}
 
 
 def build(case: Case) -> tuple[Any, list[Any], Any]:
@@ -226,6 +248,7 @@ def build(case: Case) -> tuple[Any, list[Any], Any]:
             overlap_param_gather=case.overlap_param,
         ),
         chunks,
+        use_gloo_process_groups=False,
     )
     config.finalize_model_grads_func = finalize_model_grads
     if case.overlap_grad:
@@ -280,8 +303,9 @@ def model_config(case: Case) -> Any:
         context_parallel_size=case.cp,
         sequence_parallel=case.sequence_parallel,
         expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=case.etp,
         tensor_parallel_num_weight_shards=case.tp * case.gtp,
-        expert_tensor_parallel_num_weight_shards=case.tp * case.egtp if case.experts else None,
+        expert_tensor_parallel_num_weight_shards=(case.etp or case.tp) * case.egtp if case.experts else None,
         add_bias_linear=case.bias,
         normalization="RMSNorm",
         gated_linear_unit=True,

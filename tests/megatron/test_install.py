@@ -1,0 +1,127 @@
+"""`install` and `uninstall` in this process: what they replace, restore and refuse. No process group."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import gtp
+import gtp.megatron
+from gtp.megatron.surface import API, BOUND_AT_IMPORT
+
+
+@pytest.fixture
+def api() -> Iterator[ModuleType]:
+    module = importlib.import_module("megatron.core.tensor_parallel.gtp_api")
+    assert gtp.megatron.installation() is None
+    yield module
+    if gtp.megatron.installation() is not None:
+        gtp.megatron.uninstall()
+
+
+def bound() -> dict[tuple[str, str], Any]:
+    return {
+        (entry.module, name): getattr(sys.modules[entry.module], name)
+        for entry in BOUND_AT_IMPORT
+        for name in entry.names
+        if entry.module in sys.modules
+    }
+
+
+def test_everything_is_replaced_and_restored(api: ModuleType):
+    importlib.import_module("megatron.core.transformer.cuda_graphs")
+    before, bound_before = dict(vars(api)), bound()
+    gtp.megatron.install()
+    for entry in API:
+        served = getattr(api, entry.name)
+        assert served is True if entry.name == "HAVE_GTP" else served.__module__.startswith("gtp.megatron"), entry.name
+    for (_, name), value in bound().items():
+        assert value == getattr(api, name)
+    gtp.megatron.uninstall()
+    assert dict(vars(api)) == before
+    assert bound() == bound_before
+    assert api.HAVE_GTP is False
+
+
+def test_a_module_imported_after_install_is_restored_too(api: ModuleType):
+    name = "megatron.core.transformer.cuda_graphs"
+    original = importlib.import_module(name)
+    gtp.megatron.install()
+    del sys.modules[name]
+    try:
+        late = importlib.import_module(name)
+        assert late.HAVE_GTP is True
+        assert late.GTPChain is api.GTPChain
+        gtp.megatron.uninstall()
+        assert late.HAVE_GTP is False
+        assert late.GTPChain is None
+    finally:
+        sys.modules[name] = original
+
+
+def test_installing_twice_keeps_the_first(api: ModuleType):
+    gtp.megatron.install(gtp.GTPConfig(alignment=8))
+    first = gtp.megatron.installation()
+    gtp.megatron.install(gtp.GTPConfig(alignment=8))
+    assert gtp.megatron.installation() is first
+    with pytest.raises(gtp.GTPStateError, match="installed already with .*alignment=8.*uninstall"):
+        gtp.megatron.install()
+
+
+def test_uninstalling_what_is_not_installed(api: ModuleType):
+    with pytest.raises(gtp.GTPStateError, match="not installed"):
+        gtp.megatron.uninstall()
+
+
+@pytest.mark.parametrize("version", ["0.18.5", "0.20.0rc1", "1.0.0"])
+def test_other_versions_are_refused(api: ModuleType, monkeypatch: pytest.MonkeyPatch, version: str):
+    package = importlib.import_module("megatron.core.package_info")
+    monkeypatch.setattr(package, "__version__", version)
+    with pytest.raises(gtp.UnsupportedError, match=rf"{version}.*>= 0\.19 and < 0\.20"):
+        gtp.megatron.install()
+    monkeypatch.undo()
+    assert gtp.megatron.installation() is None
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"param_dtype": torch.bfloat16}, {"grad_dtype": torch.float32}, {"grad_reduce": "sum"}, {"min_numel": 9}],
+)
+def test_settings_that_megatron_decides_are_refused(api: ModuleType, setting: dict[str, Any]):
+    (name,) = setting
+    with pytest.raises(gtp.GTPValueError, match=f"GTPConfig.{name} must stay"):
+        gtp.megatron.install(gtp.GTPConfig(**setting))
+    assert gtp.megatron.installation() is None
+
+
+def test_what_is_not_a_config_is_refused(api: ModuleType):
+    with pytest.raises(gtp.GTPValueError, match="must be a GTPConfig, got dict"):
+        gtp.megatron.install({"alignment": 8})  # type: ignore[arg-type]
+
+
+def test_fp8_is_refused_when_the_training_loop_announces_it(api: ModuleType):
+    gtp.megatron.install()
+    api.configure_gtp_remat_from_recipe(fp4=False, fp8_recipe=None, fp8=False, calculate_per_token_loss=True)
+    with pytest.raises(gtp.UnsupportedError, match="fp8 \\(recipe mxfp8\\)"):
+        api.configure_gtp_remat_from_recipe(fp4=False, fp8_recipe="mxfp8", fp8=True, calculate_per_token_loss=False)
+    with pytest.raises(gtp.UnsupportedError, match="fp4"):
+        api.configure_gtp_remat_from_recipe(fp4=True, fp8_recipe=None, fp8=False, calculate_per_token_loss=False)
+
+
+def test_cuda_graphs_are_refused_when_the_training_loop_announces_them(api: ModuleType):
+    gtp.megatron.install()
+    settings: dict[str, Any] = {"cuda_graph_modules": None, "moe_shared_expert_overlap": False}
+    api.classify_gtp_remat_chains([], cuda_graph_impl="none", **settings)
+    with pytest.raises(gtp.UnsupportedError, match="cuda_graph_impl='local'"):
+        api.classify_gtp_remat_chains([], cuda_graph_impl="local", **settings)
+
+
+def test_is_gtp_param_answers_for_any_object(api: ModuleType):
+    gtp.megatron.install()
+    assert [api.is_gtp_param(x) for x in (None, 3, torch.zeros(1), torch.nn.Parameter(torch.zeros(1)))] == [False] * 4
