@@ -29,6 +29,10 @@ class ShardOwner(Protocol):
         """Where the reduced gradient goes `[shard_rows, *trailing]`, and whether a value there is to be added to."""
         ...
 
+    def new_gradient(self) -> torch.Tensor:
+        """Fresh memory for a gradient of the shard, `[shard_rows, *trailing]`."""
+        ...
+
     def gradient_delivered(self, target: torch.Tensor) -> None:
         """The target is complete, in the order of the current stream. Once per backward."""
         ...

@@ -84,6 +84,18 @@ class Reducer:
                 padded[position] = held
         self._start(group, padded)
 
+    def reduce_now(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The reduced gradients of the shards in fresh tensors, complete in the order of the current stream."""
+        padded = [self._take(group, member, wgrad) for member, wgrad in zip(group.members, wgrads, strict=True)]
+        into = [self._owner(member).new_gradient() for member in group.members]
+        ticket = self._transport.start_reduce(
+            group, [w.padded for w in padded], into, [False] * len(into), self._divisor(group)
+        )
+        self._transport.finish_reduce(ticket)
+        for wgrad in padded:
+            self._pool.let_go(wgrad.buffer)
+        return into
+
     def end_backward(self) -> list[ShardOwner]:
         """Completes everything, delivers it, and returns the owners that received a gradient, in order of arrival."""
         if not self.accumulate_only:
@@ -181,9 +193,7 @@ class Reducer:
         into: list[torch.Tensor] = []
         accumulate: list[bool] = []
         for member in group.members:
-            owner = member.owner()
-            if owner is None:
-                raise GTPStateError(f"{member.name}: its parameter was deleted while backward was running")
+            owner = self._owner(member)
             target = self._targets.get(owner)
             if target is None:
                 target, has_value = owner.gradient_target()
@@ -199,6 +209,12 @@ class Reducer:
         self._in_flight_bytes += nbytes
         while self._in_flight_bytes > self._window_bytes and len(self._in_flight) > 1:
             self._finish_oldest()
+
+    def _owner(self, member: Member) -> ShardOwner:
+        owner = member.owner()
+        if owner is None:
+            raise GTPStateError(f"{member.name}: its parameter was deleted while backward was running")
+        return owner
 
     def _divisor(self, group: WeightGroup) -> int:
         if self._config.grad_reduce == "sum":

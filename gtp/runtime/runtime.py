@@ -7,7 +7,8 @@ hooks on its root module hold it, and it holds them weakly. There is nothing to 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -52,10 +53,12 @@ class GTPRuntime:
         self._groups: list[WeightGroup] = []
         self._started = False
         self._capture = 0
+        self._gradients_returned = False
         self._forward_depth = 0
-        self._backward = BackwardTracker(self._end_of_backward, self._abandon)
+        self._opening = False
+        self._backward = BackwardTracker(_weakly(self._end_of_backward), _weakly(self._abandon))
         self.replicated = ReplicatedGradients(
-            transport, mean=config.grad_reduce == "mean", on_gradient=self._enter_backward
+            transport, mean=config.grad_reduce == "mean", on_gradient=_weakly(self._enter_backward)
         )
 
     # -- building ------------------------------------------------------------------------------------------------
@@ -108,14 +111,15 @@ class GTPRuntime:
         largest = max((g.gathered_nbytes for g in self._groups), default=0)
         largest_wgrad = max((_wgrad_nbytes(g, self.config) for g in self._groups), default=0)
         on_cuda = self.device.type == "cuda"
+        transport, device = self._transport, self.device  # the pools must not hold the runtime that holds them
         return _Pools(
             BufferPool(
-                lambda nbytes: self._transport.allocate(nbytes, self.device, for_wgrad=False),
+                lambda nbytes: transport.allocate(nbytes, device, for_wgrad=False),
                 limit=self._prefetch_bytes + self.config.keep_bytes + 2 * largest,
                 on_cuda=on_cuda,
             ),
             BufferPool(
-                lambda nbytes: self._transport.allocate(nbytes, self.device, for_wgrad=True),
+                lambda nbytes: transport.allocate(nbytes, device, for_wgrad=True),
                 limit=self._reduce_window() + 2 * largest_wgrad,
                 on_cuda=on_cuda,
             ),
@@ -145,18 +149,23 @@ class GTPRuntime:
     # -- lines ---------------------------------------------------------------------------------------------------
 
     def enter_forward(self) -> None:
-        """A forward of the whole model begins. Nested calls and recomputed ones change nothing."""
+        """A forward of the whole model begins. Nested calls and recomputed ones change nothing.
+
+        The line is drawn by the first use of a weight, and not here: the root's other pre-hooks, which may write
+        shards or wait for somebody who does, come after this one.
+        """
         if self._forward_depth == 0 and backward_task() == NO_TASK:
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False):
                 self._ready()
-                self.replicated.hook_trainable()
-                self._gatherer.open_line()
+            self.replicated.hook_trainable()
+            self._opening = True
         self._forward_depth += 1
 
     def exit_forward(self) -> None:
         """The forward has ended, by return or by exception. Without grad mode no backward follows: shards are free."""
         self._forward_depth = max(self._forward_depth - 1, 0)
         if self._forward_depth == 0 and not torch.is_grad_enabled() and backward_task() == NO_TASK:
+            self._opening = False
             with torch.inference_mode(False), torch.no_grad():
                 self._gatherer.close_line()
 
@@ -182,20 +191,36 @@ class GTPRuntime:
         if torch.is_inference_mode_enabled():
             # Pooled memory outlives the mode, and what is written through an inference tensor could not be reused.
             with torch.inference_mode(False), torch.no_grad():
-                return self._gatherer.consume(group, phase, inside=inside)
-        return self._gatherer.consume(group, phase, inside=inside)
+                return self._consume(group, phase, inside)
+        return self._consume(group, phase, inside)
 
     def grad_buffer(self, group: WeightGroup, position: int) -> torch.Tensor:
         """Where the wgrad of one member goes, `[rows, *trailing]`."""
         self._ready()
         return self._reducer.grad_buffer(group, position)
 
-    def finalize(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> None:
-        """Starts the reduction of a group's wgrads; they are delivered before backward ends, or at once outside one."""
+    def finalize(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Starts the reduction of a group's wgrads; they are delivered before backward ends, or at once outside one.
+
+        Returns:
+            None; inside `gradients_returned` the reduced gradients `[shard_rows, *trailing]`, one per weight.
+        """
         task = self._ready()
+        if self._gradients_returned:
+            return self._reducer.reduce_now(group, wgrads)
         self._reducer.finalize(group, wgrads)
         if task == NO_TASK:
             self._end_of_backward()
+        return None
+
+    @contextmanager
+    def gradients_returned(self) -> Iterator[None]:
+        """Backwards inside hand reduced gradients back to autograd, for `torch.autograd.grad`."""
+        before, self._gradients_returned = self._gradients_returned, True
+        try:
+            yield
+        finally:
+            self._gradients_returned = before
 
     # -- for users -----------------------------------------------------------------------------------------------
 
@@ -283,6 +308,13 @@ class GTPRuntime:
         self._gatherer.switch(self._pools.gathers, capture)
         self._reducer.switch(self._pools.wgrads)
 
+    def _consume(self, group: WeightGroup, phase: Phase, inside: bool) -> list[torch.Tensor]:
+        if self._opening and inside:
+            self._opening = False
+            with torch.no_grad():
+                self._gatherer.open_line()
+        return self._gatherer.consume(group, phase, inside=inside)
+
     def _enter_backward(self) -> None:
         if backward_task() != NO_TASK:
             self._ready()
@@ -291,6 +323,7 @@ class GTPRuntime:
         """A forward or backward raised: nothing of it is delivered, nothing stays in flight."""
         self._backward.forget()
         self._forward_depth = 0
+        self._opening = False
         self._reducer.abandon()
         self.replicated.abandon()
         self._gatherer.drop_all()
@@ -320,6 +353,19 @@ class GTPRuntime:
 class _Pools(NamedTuple):
     gathers: BufferPool
     wgrads: BufferPool
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """`method` for a part of its object to call: without it, deleting a model would free its memory only when the
+    cyclic garbage collector comes by."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        bound = reference()
+        if bound is not None:
+            bound()
+
+    return call
 
 
 def _wgrad_nbytes(group: WeightGroup, config: GTPConfig) -> int:

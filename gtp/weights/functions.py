@@ -8,6 +8,7 @@ number without a word.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
@@ -66,6 +67,8 @@ def dispatch(kind: type, func: Callable[..., Any], args: tuple[Any, ...], kwargs
         return linear(*args, **kwargs)
     if func is F.embedding:
         return embedding(*args, **kwargs)
+    if func is torch.autograd.backward:  # its `inputs` may be weights
+        return _call_plain(func, args, kwargs)
     name: str = getattr(func, "__name__", str(func))
     if name == "__get__":
         return _get(func, args)
@@ -76,6 +79,8 @@ def dispatch(kind: type, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     weights = [cast("GTPWeight", t) for t in _tensors_in((*args, *kwargs.values())) if isinstance(t, kind)]
     if name in _FACTORIES:
         return weights[0].local_state(_call_plain(func, args, kwargs))
+    if func is torch.autograd.grad:
+        return _autograd_grad(args, kwargs, weights)
     if all(w.handle.group.size == 1 for w in weights):
         return _in_place_or_not(func, name, args, kwargs, weights)
     base = name.rstrip("_") if not name.startswith("__") else name
@@ -90,14 +95,31 @@ def dispatch(kind: type, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     if base not in _ELEMENTWISE and not (base.startswith("__i") and base.endswith("__")):
         raise _needs_full(name, weights)
     _check_elementwise(name, args, kwargs, weights)
-    return _in_place_or_not(func, name, args, kwargs, weights)
+    return weights[0].local_value(_in_place_or_not(func, name, args, kwargs, weights))
+
+
+def _autograd_grad(args: tuple[Any, ...], kwargs: dict[str, Any], weights: list[GTPWeight]) -> Any:
+    """`torch.autograd.grad` with respect to sharded weights: reduced gradients of the shards, returned by autograd.
+
+    What `torch.cuda.make_graphed_callables` calls, so also what a graphed layer replays.
+    """
+    with contextlib.ExitStack() as stack:
+        for runtime in dict.fromkeys(weight.handle.runtime for weight in weights):
+            stack.enter_context(runtime.gradients_returned())
+        return _call_plain(torch.autograd.grad, args, kwargs)
 
 
 def _get(func: Any, args: tuple[Any, ...]) -> Any:
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
     if attribute in _MATRIX_VIEWS and args[0].handle.group.size > 1:
         raise _needs_full(f"Tensor.{attribute}", [args[0]])
-    return _call_plain(func, args, {})
+    if attribute == "data":
+        return args[0].writable_shard()
+    value = _call_plain(func, args, {})
+    if attribute == "grad" and type(value) is torch.Tensor:
+        # put there by autograd (a graphed layer returns its gradients to it)
+        return cast("GTPWeight", args[0]).wrap_grad(value)
+    return value
 
 
 def _set(func: Any, name: str, args: tuple[Any, ...]) -> Any:

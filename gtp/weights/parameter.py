@@ -6,13 +6,14 @@ import dataclasses
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from gtp.errors import GTPStateError, GTPValueError, UnsupportedError
+from gtp.ops import accumulates, refuse_double_backward
 from gtp.runtime.group import Member, WeightGroup
 from gtp.runtime.runtime import GTPRuntime, gather_now
 from gtp.runtime.schedule import Phase
@@ -43,6 +44,31 @@ class WeightHandle:
     def member(self) -> Member:
         """The runtime's record of this weight."""
         return self.group.members[self.position]
+
+
+class _FullTensor(torch.autograd.Function):
+    """Shard `[shard_rows, *trailing]` to full weight; backward reduces the full gradient as it does a wgrad."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: GTPWeight) -> torch.Tensor:
+        ctx.weight = weight
+        return weight._gather()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
+        handle: WeightHandle = ctx.weight.handle
+        refuse_double_backward([ctx.weight])
+        if not accumulates(ctx, 0):
+            return None
+        wgrads = [
+            grad if position == handle.position else grad.new_zeros((member.rows, *member.trailing))
+            for position, member in enumerate(handle.group.members)
+        ]
+        returned = handle.runtime.finalize(handle.group, wgrads)
+        return None if returned is None else returned[handle.position]
+
+
+_full_tensor = cast("Callable[[GTPWeight], torch.Tensor]", _FullTensor.apply)
 
 
 class GTPWeight(CheckpointableShard, torch.nn.Parameter):
@@ -105,7 +131,18 @@ class GTPWeight(CheckpointableShard, torch.nn.Parameter):
         return self.handle.runtime
 
     def full_tensor(self) -> torch.Tensor:
-        """The full weight `[rows, *trailing]` in the shard's dtype, a fresh plain tensor. Collective over the group."""
+        """The full weight `[rows, *trailing]` in the shard's dtype, a fresh plain tensor. Collective over the group.
+
+        In grad mode it is differentiable: what a loss computes from it by any function adds to `.grad` as the use in a
+        GEMM does. Memory: the full weight, for as long as the tensor or a graph of it lives.
+        """
+        with _plain():
+            differentiable = self.requires_grad and torch.is_grad_enabled()
+        return _full_tensor(self) if differentiable else self._gather()
+
+    def _gather(self) -> torch.Tensor:
+        group = self.handle.group
+        self.handle.runtime.transport.agree(group.process_group, f"call full_tensor of {self.handle.name}")
         return gather_now(self.plain_shard(), self.group)[: self.handle.layout.rows].clone()
 
     # -- what leaves the weight ----------------------------------------------------------------------------------
@@ -118,6 +155,13 @@ class GTPWeight(CheckpointableShard, torch.nn.Parameter):
     def checkpoint_part(self) -> tuple[torch.Tensor, ShardLayout]:
         """The shard and its layout, for `torch.distributed.checkpoint`."""
         return self.plain_shard(), self.handle.layout
+
+    def local_value(self, tensor: Any) -> Any:
+        """What arithmetic without grad mode made of the shard: as much this rank's rows as a gradient is."""
+        with _plain():
+            if type(tensor) is not torch.Tensor or tuple(tensor.shape) != self.handle.layout.shard_shape:
+                return tensor
+        return ShardGrad.wrap(tensor, self.origin)
 
     def local_state(self, tensor: torch.Tensor) -> torch.Tensor:
         """A new tensor made after the shard, marked as this rank's rows if it has the shard's shape."""
@@ -135,8 +179,13 @@ class GTPWeight(CheckpointableShard, torch.nn.Parameter):
         """Full weights for the dgrad GEMM."""
         return self._materialize(Phase.BACKWARD)
 
-    def finalize_group_grads(self, wgrads: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[None] | None:
-        """Starts reducing the full wgrads. Always deferred: the gradient arrives before backward ends."""
+    def finalize_group_grads(
+        self, wgrads: torch.Tensor | Sequence[torch.Tensor]
+    ) -> torch.Tensor | Sequence[torch.Tensor | None] | None:
+        """Starts reducing the full wgrads. Deferred: the gradient arrives before backward ends.
+
+        Ready, which is synchronous, in a backward whose gradients the caller wants returned (`torch.autograd.grad`).
+        """
         handle = self.handle
         require_leader(self)
         given = [wgrads] if isinstance(wgrads, torch.Tensor) else list(wgrads)
@@ -144,8 +193,9 @@ class GTPWeight(CheckpointableShard, torch.nn.Parameter):
             raise GTPStateError(
                 f"{handle.name}: finalize got {len(given)} wgrads for {len(handle.group.members)} weights"
             )
-        handle.runtime.finalize(handle.group, given)
-        return None if len(given) == 1 else [None] * len(given)
+        returned = handle.runtime.finalize(handle.group, given)
+        outcomes: list[torch.Tensor | None] = [None] * len(given) if returned is None else [*returned]
+        return outcomes[0] if len(outcomes) == 1 else outcomes
 
     def grad_buffer(self) -> torch.Tensor:
         """Where the wgrad GEMM writes, `[rows, *trailing]`, contents undefined."""
@@ -157,6 +207,12 @@ class GTPWeight(CheckpointableShard, torch.nn.Parameter):
         """The shard as a plain tensor over the same storage and version counter."""
         with _plain():
             return self.detach()
+
+    def writable_shard(self) -> torch.Tensor:
+        """`weight.data`: an alias that may be written. Unlike torch's own it shares the version counter, by which
+        prefetched copies know that they are stale."""
+        self.handle.runtime.before_write(self.handle.group)
+        return self.plain_shard()
 
     def adopt(self, shard: torch.Tensor) -> None:
         """The transport keeps the shard in memory of its own: use that."""
@@ -171,8 +227,13 @@ class GTPWeight(CheckpointableShard, torch.nn.Parameter):
             grad = self.grad
             if grad is not None:
                 return grad.detach().as_subclass(torch.Tensor), True
+        return self.new_gradient(), False
+
+    def new_gradient(self) -> torch.Tensor:
+        """Fresh memory for a gradient of the shard."""
+        with _plain():
             dtype = self.handle.grad_dtype or self.dtype
-            return torch.empty(self.handle.layout.shard_shape, dtype=dtype, device=self.device), False
+            return torch.empty(self.handle.layout.shard_shape, dtype=dtype, device=self.device)
 
     def gradient_delivered(self, target: torch.Tensor) -> None:
         """`target` holds this rank's part of the reduced gradient."""
@@ -183,6 +244,9 @@ class GTPWeight(CheckpointableShard, torch.nn.Parameter):
         with _plain():
             if self.grad is None:
                 self.grad = ShardGrad.wrap(target, self.origin)
+            elif self.grad.data_ptr() != target.data_ptr():
+                # in a group of one, autograd has accumulated the weight's other uses in the meantime
+                self.grad.add_(target)
 
     def run_gradient_hooks(self) -> None:
         """Runs the hooks of `register_post_accumulate_grad_hook`."""
@@ -207,6 +271,12 @@ class GTPWeight(CheckpointableShard, torch.nn.Parameter):
             f"{self.handle.name}: register_hook would never be called, because the gradient of a sharded weight is "
             "reduced outside autograd. Use register_post_accumulate_grad_hook, which may change weight.grad in place"
         )
+
+    def wrap_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        """`.grad` as autograd left it, made a `ShardGrad` that stays."""
+        with _plain():
+            self.grad = wrapped = ShardGrad.wrap(grad, self.origin)
+        return wrapped
 
     def set_grad(self, grad: torch.Tensor) -> None:
         """`weight.grad = grad`: a local tensor of the shard's shape; padding rows are cleared."""
@@ -235,6 +305,7 @@ class GTPWeight(CheckpointableShard, torch.nn.Parameter):
                 )
             self.handle.runtime.before_write(self.handle.group)
             self.data = data.as_subclass(torch.Tensor)
+            torch.autograd.graph.increment_version(self)
         self._look_at_storage()
 
     def clear_padding(self) -> None:

@@ -236,8 +236,8 @@ def _steady_state():
 def test_steady_state_prefetches_everything_and_nothing_grows(ranks):
     for hits, reserved, mean, largest, trace in ranks(2).run(_steady_state):
         assert hits >= 0.95
-        # The documented budget, four mean weights, and what is in use; a reader in another thread (gloo's) may let go of
-        # a buffer a moment late, so the count wanders below that, and does not climb.
+        # The documented budget, four mean weights, and what is in use; a reader in another thread (gloo's) may let
+        # go of a buffer a moment late, so the count wanders below that, and does not climb.
         assert max(gathered for gathered, _ in reserved) <= 4 * mean + 4 * largest
         assert max(wgrads for _, wgrads in reserved) <= 4 * mean + 4 * largest
         assert trace[0] == ("embedding.weight", "forward")
