@@ -70,7 +70,7 @@ def test_installing_twice_keeps_the_first(api: ModuleType):
     first = gtp.megatron.installation()
     gtp.megatron.install(gtp.GTPConfig(alignment=8))
     assert gtp.megatron.installation() is first
-    with pytest.raises(gtp.GTPStateError, match="installed already with .*alignment=8.*uninstall"):
+    with pytest.raises(gtp.GTPStateError, match=r"installed already with .*alignment=8.*uninstall"):
         gtp.megatron.install()
 
 
@@ -95,7 +95,7 @@ def test_other_versions_are_refused(api: ModuleType, monkeypatch: pytest.MonkeyP
 )
 def test_settings_that_megatron_decides_are_refused(api: ModuleType, setting: dict[str, Any]):
     (name,) = setting
-    with pytest.raises(gtp.GTPValueError, match=f"GTPConfig.{name} must stay"):
+    with pytest.raises(gtp.GTPValueError, match=rf"GTPConfig\.{name} must stay"):
         gtp.megatron.install(gtp.GTPConfig(**setting))
     assert gtp.megatron.installation() is None
 

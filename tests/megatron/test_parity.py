@@ -1,7 +1,8 @@
-"""Megatron-Core with the flag on under gtp, against Megatron-Core without it, at the same data: losses and gradient norms.
+"""Megatron-Core with the flag on under gtp, against Megatron-Core without it, at the same data.
 
-Each case trains a small GPT for five steps twice, on real gloo ranks. What differs is the order of additions, so the
-bound says which sum that is; where there is none, losses are equal bit for bit.
+Each case trains a small GPT for five steps twice, on real gloo ranks, and compares losses and gradient norms. What
+differs is the order of additions, so the bound says which sum that is; where there is none, losses are equal bit for
+bit.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ FOUR = {
     "gtp4_padding": (Case(gtp=4, alignment=16), ORDER),
     "dp2_gtp2": (Case(gtp=2, overlap_grad=True), ORDER),
     "dp2_gtp2_distopt": (
-        Case(gtp=2, distributed_optimizer=True, overlap_grad=True, overlap_param=True, bucket_size=3000, clip=0.5), ORDER
+        Case(gtp=2, distributed_optimizer=True, overlap_grad=True, overlap_param=True, bucket_size=3000, clip=0.5),
+        ORDER,
     ),
     "tp2_gtp2": (Case(tp=2, gtp=2), 0.0),
     "tp2_gtp2_sp": (Case(tp=2, gtp=2, sequence_parallel=True), ORDER),

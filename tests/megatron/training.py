@@ -7,6 +7,7 @@ rank alone, so a case and its unsharded twin (`case.unsharded()`) see the same b
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -89,16 +90,21 @@ class Trained:
 
 def train(case: Case, probe: Callable[[Any], Any] | None = None) -> Trained:
     """Runs `case` on this rank. `probe(job)` is called after the last step; what it returns is `extra`."""
-    with job(case) as running:
+    with environment(case):
+        job = Job(case)
         for step in range(case.steps):
-            running.step(step)
-        return running.result(probe(running) if probe is not None else None)
+            job.step(step)
+        return job.result(probe(job) if probe is not None else None)
 
 
 class Job:
-    """A model, its optimizer and its data, on this rank, between `initialize_model_parallel` and its end."""
+    """A model, its optimizer and its data, on this rank, within `environment(case)`.
 
-    def __init__(self, case: Case) -> None:
+    Args:
+        models: Bare models to train in place of new ones.
+    """
+
+    def __init__(self, case: Case, models: list[Any] | None = None) -> None:
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -106,7 +112,7 @@ class Job:
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.parallel = parallel_state
-        self.config, self.chunks, self.optimizer = build(case)
+        self.config, self.chunks, self.optimizer = build(case, models)
         self.forward_backward = get_forward_backward_func()
 
     def step(self, number: int, update: bool = True) -> None:
@@ -156,30 +162,23 @@ class Job:
         return float(local[0] / local[1])
 
 
-class job:  # reads as a context manager
-    """`with job(case) as running:` brings Megatron and gtp up and takes them down again."""
+@contextlib.contextmanager
+def environment(case: Case) -> Iterator[None]:
+    """Megatron's process groups for `case` are up and gtp is installed, on CPU ranks."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    def __init__(self, case: Case) -> None:
-        self.case = case
-        self.cpu = megatron_on_cpu()
-
-    def __enter__(self) -> Job:
-        warnings.filterwarnings("ignore")
-        logging.disable(logging.WARNING)
-        self.cpu.__enter__()
-        initialize(self.case)
-        gtp.megatron.install(gtp.GTPConfig(alignment=self.case.alignment))
-        return Job(self.case)
-
-    def __exit__(self, *exception: Any) -> None:
-        from megatron.core import parallel_state
-        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
-        MTPLossLoggingHelper.tracker.clear()  # Megatron's own, sized by the first model that logs
-
-        gtp.megatron.uninstall()
-        parallel_state.destroy_model_parallel()
-        self.cpu.__exit__(*exception)
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    with megatron_on_cpu():
+        initialize(case)
+        gtp.megatron.install(gtp.GTPConfig(alignment=case.alignment))
+        try:
+            yield
+        finally:
+            gtp.megatron.uninstall()
+            parallel_state.destroy_model_parallel()
+            MTPLossLoggingHelper.tracker.clear()  # Megatron's own, sized by the first model that logs
 
 
 def initialize(case: Case) -> None:
@@ -219,12 +218,12 @@ def _group(members: list[int] | None = None, *, ranks: Any = None, group_desc: s
 _groups: dict[Any, Any] = {}
 
 
-def build(case: Case) -> tuple[Any, list[Any], Any]:
+def build(case: Case, models: list[Any] | None = None) -> tuple[Any, list[Any], Any]:
     """(config, model chunks under DistributedDataParallel, optimizer)."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    config = model_config(case)
+    config = model_config(case) if models is None else models[0].config
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=case.grad_fp32,
         overlap_grad_reduce=case.overlap_grad,
@@ -234,7 +233,7 @@ def build(case: Case) -> tuple[Any, list[Any], Any]:
     )
     chunks = [
         DistributedDataParallel(config, ddp, model, disable_bucketing=index > 0)
-        for index, model in enumerate(bare_models(case, config))
+        for index, model in enumerate(models or bare_models(case, config))
     ]
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
