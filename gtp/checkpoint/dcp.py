@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gtp.checkpoint.names import parameter_names
+from gtp.checkpoint.names import parameter_names, plain_name, unwrapped
 from gtp.checkpoint.optimizer import (
     Optimizers,
     as_list,
@@ -60,12 +60,11 @@ def save(
         UnsupportedError: optimizer state that cannot be split by rows.
     """
     from torch.distributed.checkpoint import save as dcp_save
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     reserved = sorted({_MODEL, _OPTIM} & extra.keys())
     if reserved:
         raise GTPValueError(f"gtp.checkpoint.save: {reserved[0]!r} names a part of every checkpoint; rename this extra")
-    state: dict[str, Any] = {_MODEL: get_model_state_dict(model)}
+    state: dict[str, Any] = {_MODEL: {plain_name(k): v for k, v in unwrapped(model).state_dict().items()}}
     if optimizer is not None:
         state[_OPTIM] = optimizer_state_dict(model, optimizer)
     for name, value in extra.items():
@@ -99,18 +98,20 @@ def load(
         GTPValueError: no checkpoint there, names or shapes that do not fit, or no optimizer state in it.
     """
     from torch.distributed.checkpoint import load as dcp_load
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
     saved = Saved.read(path)
+    model = unwrapped(model)
+    state_dict = model.state_dict()
+    keys = {plain_name(key): key for key in state_dict}
     optimizers = [] if optimizer is None else as_list(optimizer)
-    target: dict[str, Any] = {_MODEL: _model_target(saved, get_model_state_dict(model), strict)}
+    target: dict[str, Any] = {_MODEL: _model_target(saved, {n: state_dict[k] for n, k in keys.items()}, strict)}
     if optimizers:
         target[_OPTIM] = _optimizer_target(saved, model, optimizers, strict)
     extras = [name for name in saved.names() if name not in (_MODEL, _OPTIM)]
     target.update((name, saved.placeholder((name,))) for name in extras)
     _finish_prefetches(model)
     dcp_load(target, storage_reader=saved.reader, process_group=process_group)
-    set_model_state_dict(model, target[_MODEL], options=StateDictOptions(strict=False))
+    model.load_state_dict({keys[name]: value for name, value in target[_MODEL].items()}, strict=False)
     if optimizers:
         dtypes = {name: saved.tensor((_MODEL, name)) for name in parameter_names(model).values()}
         load_optimizer_state_dict(

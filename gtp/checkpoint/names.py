@@ -11,9 +11,14 @@ _WRAPPERS = frozenset(["_orig_mod", "_checkpoint_wrapped_module"])
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
     """`id(parameter)` to name. A tied parameter has its first name, as in `named_parameters`."""
-    if isinstance(model, DistributedDataParallel):
-        return parameter_names(model.module)
-    return {
-        id(parameter): ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-        for name, parameter in model.named_parameters()
-    }
+    return {id(parameter): plain_name(name) for name, parameter in unwrapped(model).named_parameters()}
+
+
+def plain_name(name: str) -> str:
+    """A name without the parts that wrappers put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel, or the model."""
+    return unwrapped(model.module) if isinstance(model, DistributedDataParallel) else model

@@ -16,7 +16,7 @@ from torch import nn
 import gtp
 from gtp.checkpoint import ShardTensor
 from gtp.errors import GTPValueError, UnsupportedError
-from gtp.testing.ranks import rank
+from gtp.testing.ranks import rank, subgroup
 from gtp.weights.layout import ShardLayout
 from gtp.weights.shard_tensor import ShardOrigin
 from tests.checkpoint.models import ALIGNED, SHARDED, Net, assert_same_state, numbered, pair, train
@@ -118,7 +118,8 @@ def test_the_state_dict_shows_keys_order_shapes_and_dtypes_of_the_plain_model(ra
 
 
 def _one_rank():
-    plain, sharded = pair()
+    alone = [subgroup((r,)) for r in range(2)][rank()]
+    plain, sharded = pair(alone)
     buffer = io.BytesIO()
     torch.save(sharded.state_dict(), buffer)
     buffer.seek(0)
@@ -127,7 +128,7 @@ def _one_rank():
 
 
 def test_at_group_size_one_a_state_dict_is_an_ordinary_one(ranks):
-    ranks(1).run(_one_rank)
+    ranks(2).run(_one_rank)
 
 
 # -- load_state_dict ---------------------------------------------------------------------------------------------------
