@@ -164,7 +164,8 @@ class Schedule:
             self._hits -= 1
             self._joined, self._joined_by_hit = self._position, -1
         elif self._resident.pop(group, None) is not None:
-            self._plan = None  # what is resident is not what the plan takes for granted; the next consume finds back
+            # What is resident is no longer what the plan takes for granted. The next consume finds back.
+            self._plan, self._joined_by_hit = None, hit
 
     def reset(self) -> tuple[int, ...]:
         """An exception or a release cut the stretch short: its start is not learned, and what was learned stays.

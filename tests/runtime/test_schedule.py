@@ -401,6 +401,17 @@ def test_a_copy_that_was_lost_is_gathered_again() -> None:
     assert decide(schedule, "C D d c b a )") == ["C!* +D", "D!*", "d! +B", "c! +A", "b!", "a!", ")"]
 
 
+def test_a_hit_found_stale_after_another_copy_was_lost() -> None:
+    schedule = make(4, 2)
+    learn(schedule, STACK)
+    decide(schedule, "( A B")
+    before = schedule.counters
+    schedule.forget(3)
+    schedule.forget(1)
+    assert schedule.counters == before._replace(hits=before.hits - 1, misses=before.misses + 1)
+    assert schedule.resident == (2,)
+
+
 def test_forgetting_what_is_not_there_changes_nothing() -> None:
     schedule = make(4, 2)
     learn(schedule, STACK)
