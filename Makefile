@@ -66,5 +66,5 @@ bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) $(BENCH) $(ARGS)
 
 clean:
-	rm -rf .venv .venv-torch-* *.egg-info build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* *.egg-info build dist out demo_output .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,140 +13,31 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, Final
-from unittest import mock
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
-from gtp.errors import GTPError, GTPValueError
+from gtp.errors import GTPError
+from gtp.testing.interception import KINDS, Call, manager_hooks, replaced_entry_points
 
-KINDS: Final = (
-    "all_gather_into_tensor",
-    "reduce_scatter_tensor",
-    "all_to_all_single",
-    "all_reduce",
-    "broadcast",
-    "all_gather",
-    "reduce_scatter",
-)
-"""The entry points that are replaced."""
-
-# parameter names of each entry point: what it reads, what it writes
-_READS: Final = ("input_tensor", "input", "tensor", "input_list")
-_WRITES: Final = ("output_tensor", "output", "tensor_list")
+__all__ = [
+    "KINDS",
+    "CollectiveLog",
+    "CollectiveRecord",
+    "RaceError",
+    "collective_log",
+    "delayed_collectives",
+    "late_collectives",
+]
 
 
 class RaceError(GTPError, AssertionError):
     """`late_collectives` saw memory of a collective in flight change, or a collective that nobody waited for."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Call:
-    """One call of an entry point, with its arguments by role."""
-
-    kind: str
-    real: Callable[..., Any]
-    arguments: dict[str, Any]
-
-    @classmethod
-    def of(cls, kind: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-        # the innermost real function has the signature; wrappers pass theirs on
-        bound = inspect.signature(real).bind(*args, **kwargs)
-        bound.apply_defaults()
-        return cls(kind, real, dict(bound.arguments))
-
-    @property
-    def reads(self) -> list[torch.Tensor]:
-        return self._tensors(_READS)
-
-    @property
-    def writes(self) -> list[torch.Tensor]:
-        # all_reduce and broadcast write what they read
-        return self._tensors(_WRITES) or self.reads
-
-    @property
-    def in_place(self) -> bool:
-        return not self._tensors(_WRITES)
-
-    @property
-    def async_op(self) -> bool:
-        return bool(self.arguments["async_op"])
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return self.arguments["group"] or c10d._get_default_group()
-
-    @property
-    def coalesced(self) -> bool:
-        return self.group in c10d._world.pg_coalesce_state
-
-    def _tensors(self, names: tuple[str, ...]) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = []
-        for name in names:
-            value = self.arguments.get(name)
-            if value is not None:
-                found += [value] if isinstance(value, torch.Tensor) else list(value)
-        return found
-
-    def issue(self, replacements: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> Any:
-        """Calls the real one, each tensor replaced by its partner in `replacements`."""
-
-        def replaced(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                return next((new for old, new in replacements if old is value), value)
-            if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
-                return [replaced(v) for v in value]
-            return value
-
-        return self.real(**{name: replaced(value) for name, value in self.arguments.items()})
-
-    def describe(self) -> str:
-        shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}".replace("torch.", "") for t in self.writes)
-        return f"{self.kind} into {shapes}"
-
-
-@contextmanager
-def _replaced(kinds: Collection[str], handler: Callable[[_Call], Any]) -> Iterator[None]:
-    """Every call of these entry points becomes `handler(call)`."""
-    unknown = set(kinds) - set(KINDS)
-    if unknown:
-        raise GTPValueError(f"kinds: {', '.join(sorted(unknown))} unknown; there are {', '.join(KINDS)}")
-    with ExitStack() as undo:
-        for kind in kinds:
-            real = getattr(dist, kind)
-
-            # `wraps` keeps the signature reachable for a second tool on top of this one
-            @functools.wraps(real)
-            def entry(*args: Any, _kind: str = kind, _real: Callable[..., Any] = real, **kwargs: Any) -> Any:
-                return handler(_Call.of(_kind, _real, args, kwargs))
-
-            undo.enter_context(mock.patch.object(dist, kind, entry))
-        yield
-
-
-@contextmanager
-def _manager_hooks(on_exit: Callable[[Any], None], after_wait: Callable[[Any], None]) -> Iterator[None]:
-    """Calls `on_exit(manager)` when an async coalescing block ends, and `after_wait(manager)` at the end of `wait`."""
-    cls: Any = c10d._CoalescingManager
-    real_append, real_wait = cls.append, cls.wait
-
-    def append(self: Any, work: dist.Work | None = None) -> None:
-        real_append(self, work)
-        on_exit(self)
-
-    def wait(self: Any) -> None:
-        real_wait(self)
-        after_wait(self)
-
-    with mock.patch.object(cls, "append", append), mock.patch.object(cls, "wait", wait):
-        yield
 
 
 # --- late
@@ -155,7 +46,7 @@ def _manager_hooks(on_exit: Callable[[Any], None], after_wait: Callable[[Any], N
 class _InFlight:
     """One async collective whose result is held back in a shadow until somebody waits."""
 
-    def __init__(self, call: _Call) -> None:
+    def __init__(self, call: Call) -> None:
         self.text = call.describe()
         self.writes = call.writes
         # each input with its value at the start, which is also what travels
@@ -220,7 +111,7 @@ def late_collectives() -> Iterator[None]:
     entered: list[_InFlight] = []  # inside a coalescing block that has not ended
     by_manager: weakref.WeakKeyDictionary[Any, list[_InFlight]] = weakref.WeakKeyDictionary()
 
-    def start(call: _Call) -> Any:
+    def start(call: Call) -> Any:
         if not call.async_op:
             return call.issue()
         if not call.coalesced:
@@ -241,7 +132,7 @@ def late_collectives() -> Iterator[None]:
         for flight in by_manager.pop(manager, []):
             flight.land()
 
-    with _replaced(KINDS, start), _manager_hooks(left, waited):
+    with replaced_entry_points(KINDS, start), manager_hooks(left, waited):
         yield
         _must_be_empty(entered)
         if open_flights := [f.text for f in flights if not f.done]:
@@ -360,7 +251,7 @@ def collective_log() -> Iterator[CollectiveLog]:
     def waited(record: CollectiveRecord) -> None:
         log.records.append(dataclasses.replace(record, event="wait"))
 
-    def start(call: _Call) -> Any:
+    def start(call: Call) -> Any:
         source = call.reads[0]
         record = CollectiveRecord(
             "start",
@@ -391,7 +282,7 @@ def collective_log() -> Iterator[CollectiveLog]:
         if record is not None:
             waited(record)
 
-    with _replaced(KINDS, start), _manager_hooks(left, manager_waited):
+    with replaced_entry_points(KINDS, start), manager_hooks(left, manager_waited):
         yield log
 
 
@@ -411,10 +302,10 @@ def delayed_collectives(seconds: float, *, rank: int, kinds: Collection[str] = K
         GTPValueError: a kind that is not in `KINDS`.
     """
 
-    def start(call: _Call) -> Any:
+    def start(call: Call) -> Any:
         if dist.get_rank() == rank:
             time.sleep(seconds)
         return call.issue()
 
-    with _replaced(kinds, start):
+    with replaced_entry_points(kinds, start):
         yield
