@@ -1,0 +1,141 @@
+"""What must have happened before what, shown with collectives that complete as late as they may.
+
+Under `late_collectives` the output of an asynchronous collective is NaN until somebody waits for it, and its input must
+not change until then. Each test has a naive twin, which fails: it proves that the delay would be seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gtp.megatron
+from gtp.megatron import building
+from gtp.testing.collectives import RaceError, late_collectives
+from tests.megatron.training import Case, Job, environment, train
+
+
+@contextmanager
+def late() -> Iterator[None]:
+    """Late collectives, those of Megatron's parameter and gradient buffers included, which bind them at import."""
+    from megatron.core.distributed import param_and_grad_buffer
+
+    with ExitStack() as stack:
+        stack.enter_context(late_collectives())
+        for name, real in (
+            ("dist_all_gather_func", "all_gather_into_tensor"),
+            ("dist_reduce_scatter_func", "reduce_scatter_tensor"),
+        ):
+            through = lambda *args, real=real, **kwargs: getattr(dist, real)(*args, **kwargs)  # noqa: E731
+            stack.enter_context(mock.patch.object(param_and_grad_buffer, name, through))
+        yield
+
+
+def on_time_and_late(case: Case) -> tuple[list[float], list[float], list[float]]:
+    plain, on_time = train(case.unsharded()), train(case)
+    with late():
+        return plain.losses, on_time.losses, train(case).losses
+
+
+CASES = {
+    "recompute": Case(gtp=2, recompute="full", layers=3),
+    "used_several_times": Case(gtp=2, mtp=2, tied=True),
+    "accumulation": Case(gtp=2, microbatches=3, overlap_grad=True),
+    "experts": Case(gtp=2, egtp=2, experts=4),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_read_before_it_has_arrived(ranks: Any, name: str):
+    for plain, on_time, delayed in ranks(2).run(on_time_and_late, CASES[name]):
+        assert delayed == on_time
+        assert max(abs(a - b) for a, b in zip(plain, delayed, strict=True)) <= 2e-6  # as in test_parity
+
+
+def overlapped_param_gather(naive: bool) -> tuple[list[float], list[float]]:
+    """Megatron-LM issue 6389: a prefetch target lies in a bucket whose parameters are still on their way."""
+    case = Case(
+        gtp=2, layers=4, distributed_optimizer=True, overlap_grad=True, overlap_param=True, bucket_size=3000, steps=4
+    )
+    plain = train(case.unsharded())
+    with ExitStack() as stack:
+        if naive:
+            stack.enter_context(mock.patch.object(building, "finish_param_sync_before_forward"))
+        stack.enter_context(late())
+        return plain.losses, train(case).losses
+
+
+def test_a_gather_waits_for_the_parameter_all_gather(ranks: Any):
+    for plain, sharded in ranks(4).run(overlapped_param_gather, False):
+        assert max(abs(a - b) for a, b in zip(plain, sharded, strict=True)) <= 2e-6
+
+
+def naive_losses_are_nan() -> bool:
+    try:
+        plain, sharded = overlapped_param_gather(True)
+    except RaceError:
+        return True
+    return plain[0] == sharded[0] and any(math.isnan(x) for x in sharded)
+
+
+def test_without_that_wait_the_prefetch_reads_what_has_not_arrived(ranks: Any):
+    assert all(ranks(4).run(naive_losses_are_nan))
+
+
+def gradients_at_the_hook(case: Case, eager: bool) -> tuple[set[int], bool]:
+    """(how often each weight's hook ran in a step, whether main_grad was complete each time)."""
+    seen: dict[str, list[torch.Tensor]] = {}
+    complete: list[bool] = []
+    with environment(case), late(), ExitStack() as stack:
+        if eager:
+            stack.enter_context(mock.patch.object(gtp.megatron.MegatronGTPWeight, "finalize_group_grads", _eager))
+        job = Job(case)
+        weights = [p for p in job.chunks[0].parameters() if isinstance(p, gtp.megatron.MegatronGTPWeight)]
+        for weight in weights:
+            _record(weight, seen)
+        finalize = job.config.finalize_model_grads_func
+
+        def check(*args: Any, **kwargs: Any) -> Any:
+            for weight in weights:
+                announced = seen[weight.name][case.microbatches - 1]
+                complete.append(torch.equal(announced, weight.main_grad) and bool(announced.any()))
+            return finalize(*args, **kwargs)
+
+        job.config.finalize_model_grads_func = check
+        job.step(0)
+    return {len(grads) for grads in seen.values()}, all(complete)
+
+
+def _record(weight: Any, seen: dict[str, list[torch.Tensor]]) -> None:
+    hook = weight._grad_accum_hook
+
+    def recording() -> None:
+        seen.setdefault(weight.name, []).append(weight.main_grad.clone())
+        hook()
+
+    weight.register_grad_accum_hook(None, recording)
+
+
+def _eager(weight: Any, wgrads: Any) -> Any:
+    """What a finalize would be that announces the gradient when its reduction starts."""
+    outcome = gtp.GTPWeight.finalize_group_grads(weight, wgrads)
+    weight._grad_accum_hook()
+    return outcome
+
+
+@pytest.mark.parametrize("case", [Case(gtp=2, tied=True, mtp=1), Case(gtp=2, microbatches=3)], ids=["shared", "micro"])
+def test_grad_ready_comes_once_per_backward_with_the_whole_gradient(ranks: Any, case: Case):
+    for counts, complete in ranks(2).run(gradients_at_the_hook, case, False):
+        assert counts == {case.microbatches}
+        assert complete
+
+
+def test_an_early_grad_ready_would_be_seen(ranks: Any):
+    assert [complete for _, complete in ranks(2).run(gradients_at_the_hook, Case(gtp=2), True)] == [False, False]
