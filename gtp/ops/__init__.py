@@ -1,5 +1,6 @@
 """Autograd functions over weights that may be sharded. Of a shard they know the protocol (`gtp.protocol`) alone."""
 
+from gtp.ops._common import is_wanted, refuse_double_backward
 from gtp.ops.collective_backends import GemmBackend, gemm_backend
 from gtp.ops.collective_linear import (
     AllGatherLinear,
@@ -25,10 +26,12 @@ __all__ = [
     "embedding",
     "gemm_backend",
     "grouped_linear",
+    "is_wanted",
     "layernorm_linear",
     "linear",
     "linear_reduce_scatter",
     "norm",
+    "refuse_double_backward",
     "silu_and_mul",
     "silu_and_mul_pairs",
 ]

@@ -124,6 +124,21 @@ def refuse_double_backward(weights: Sequence[torch.Tensor]) -> None:
         )
 
 
+def is_wanted(ctx: Any, position: int) -> bool:
+    """Whether this backward computes the gradient of a leaf, the `position`-th tensor that the op was given.
+
+    `ctx.needs_input_grad` knows what requires grad, and not that `torch.autograd.grad` asks for some of it only. A
+    gradient nobody asked for must not be handed over: implementers accumulate it.
+    """
+    node = ctx.next_functions[position][0]
+    if node is None:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return True  # torch's answer where autograd.grad asks for this very leaf
+
+
 def check_rows(weights: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], rows: int, call: str) -> None:
     """
     Raises:

@@ -51,7 +51,7 @@ from gtp.ops._collective_common import (
     check_operands,
     forward_matrix,
 )
-from gtp.ops._common import autocast_dtype, outside_graphs, write_wgrad
+from gtp.ops._common import autocast_dtype, is_wanted, outside_graphs, write_wgrad
 from gtp.ops.collective_backends import Factor, GemmBackend
 from gtp.ops.sequence import from_rows, rows_of
 
@@ -90,7 +90,7 @@ class AllGatherLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[_Optional, ...]:
         needs = ctx.needs_input_grad
-        dx, dweights, dbiases = _gather_backward(ctx, [dy], needs[0], needs[1:2], needs[2:3])
+        dx, dweights, dbiases = _gather_backward(ctx, [dy], needs[0], [is_wanted(ctx, 1)], needs[2:3])
         return dx, *dweights, *dbiases, None, None
 
 
@@ -130,7 +130,8 @@ class AllGatherLinearMulti(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *dys: _Optional) -> tuple[_Optional, ...]:
         needs, count = ctx.needs_input_grad, len(dys)
-        dx, dweights, dbiases = _gather_backward(ctx, dys, needs[2], needs[3 : 3 + count], needs[3 + count :])
+        needs_dw = [is_wanted(ctx, 1 + i) for i in range(count)]
+        dx, dweights, dbiases = _gather_backward(ctx, dys, needs[2], needs_dw, needs[3 + count :])
         return None, None, dx, *dweights, *dbiases
 
 
@@ -164,7 +165,8 @@ class LinearReduceScatter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[_Optional, ...]:
         backend: GemmBackend = ctx.backend
-        needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
+        needs_dx, _, needs_db, *_ = ctx.needs_input_grad
+        needs_dw = is_wanted(ctx, 1)
         x_shard_k, [weight] = _kept(ctx, check=needs_dx)
         dx = dw = db = None
         with backend.gather(dy_shard_m.contiguous()) as gathering:

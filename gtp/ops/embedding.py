@@ -12,6 +12,7 @@ from gtp.errors import UnsupportedError
 from gtp.ops._common import (
     finish_wgrads,
     is_managed,
+    is_wanted,
     is_surely_plain,
     outside_graphs,
     plain_access,
@@ -123,6 +124,8 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight = ctx.weight
         refuse_double_backward([weight])
+        if not is_wanted(ctx, 1):
+            return None, None, None, None
         (ids,) = ctx.saved_tensors
         (buffer,) = wgrad_buffers([weight], ctx.rows)
         wgrad = torch.ops.aten.embedding_dense_backward(dy, ids, ctx.rows, ctx.padding_idx, ctx.scale_grad_by_freq)

@@ -21,6 +21,7 @@ from gtp.ops._common import (
     finish_wgrads,
     is_managed,
     is_surely_plain,
+    is_wanted,
     main_grad_dtype,
     outside_graphs,
     plain_access,
@@ -212,7 +213,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.splits = splits
         ctx.autocast = dtype is not None
         ctx.x_shape = x.shape
-        if any(ctx.needs_input_grad[4 : 4 + experts]):
+        if ctx.needs_input_grad[4]:
             ctx.save_for_backward(x)
         if ctx.needs_input_grad[0]:
             ctx.versions = ShardVersions(weights)
@@ -228,7 +229,7 @@ class _GroupedLinear(torch.autograd.Function):
             ctx.versions.check(weights)
         dy_rows = as_rows(dy)
         dweights: list[torch.Tensor | None] = [None] * experts
-        if any(ctx.needs_input_grad[4 : 4 + experts]):
+        if any(is_wanted(ctx, 1 + i) for i in range(experts)):
             (x,) = ctx.saved_tensors
             dweights = _weight_gradients(weights, splits, dy_rows, as_rows(x), rounded=ctx.autocast)
         blocks = _blocks(splits)

@@ -17,6 +17,7 @@ from gtp.ops._common import (
     autocast_to,
     is_managed,
     is_surely_plain,
+    is_wanted,
     outside_graphs,
     plain_access,
     refuse_distributed,
@@ -161,7 +162,7 @@ class _NormedLinear(torch.autograd.Function):
         ctx.normalize = normalize
         ctx.dtype = dtype
         ctx.versions = ShardVersions([weight])
-        ctx.bias_fused = normed.dim() == 2 or (normed.dim() == 3 and normed.is_contiguous())
+        ctx.bias_fused = normed.dim() == 2 or normed.is_contiguous()
         return y
 
     @staticmethod
@@ -174,7 +175,7 @@ class _NormedLinear(torch.autograd.Function):
         dy_rows = as_rows(dy)
         dnormed = dweight = dbias = None
         x, norm_weight, norm_bias = ctx.saved_tensors
-        if need_weight:
+        if need_weight and is_wanted(ctx, 1):
             with _autocast(x, ctx.dtype):
                 normed = autocast_to(ctx.normalize(x, norm_weight, norm_bias), ctx.dtype)
             dweight = weight_gradient(weight, dy_rows, as_rows(normed), rounded=ctx.dtype is not None)
@@ -182,7 +183,7 @@ class _NormedLinear(torch.autograd.Function):
         if need_bias:
             dbias = bias_gradient(dy, dy_rows, ctx.bias_fused)
         if need_normed:
-            dnormed = input_gradient(weight, dy_rows, False).reshape(x.shape)
+            dnormed = input_gradient(weight, dy_rows).reshape(x.shape)
         return dnormed, dweight, dbias, None, None, None, None, None
 
 

@@ -19,6 +19,7 @@ from gtp.ops._common import (
     finish_wgrads,
     is_managed,
     is_surely_plain,
+    is_wanted,
     main_grad_dtype,
     outside_graphs,
     plain_access,
@@ -76,7 +77,7 @@ def _managed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     if torch.is_grad_enabled() and (trainable or x.requires_grad or (bias is not None and bias.requires_grad)):
         return _apply(x, weight, bias, dtype)
     with torch.no_grad():  # a full weight that requires grad would be kept by its graph
-        return gemm(x, weight, bias, dtype, trainable)
+        return gemm(x, weight, bias, dtype, trainable and dtype is None)  # autocast's copy has no grad here
 
 
 def check_shapes(x: torch.Tensor, weight: torch.Tensor, shape: torch.Size) -> None:
@@ -111,11 +112,21 @@ def gemm(
     (gathered,) = materialize_weight_for_forward([weight])
     full = autocast_to(gathered, dtype)
     check_dtype(weight, full, x)
-    if x.dim() > 2 and not x.is_contiguous():
-        # Here torch chooses between one product and a batch of them by the weight's requires_grad, and they round
-        # differently. The full weight's flag is the implementer's business, so ours is a flag on an alias.
-        full = full.detach().requires_grad_(trainable)
-    return F.linear(x, full, bias)
+    if trainable and not _flattens(x):
+        y = torch.mm(as_rows(x), full.t()).view(*x.shape[:-1], full.shape[0])
+        return y if bias is None else y.add_(bias)
+    return F.linear(x, full if trainable else full.detach(), bias)
+
+
+def _flattens(x: torch.Tensor) -> bool:
+    """Whether the leading dims of `x` are one without a copy.
+
+    Where they are not, torch's `F.linear` still makes one product of it if the weight requires grad, and a batch of
+    products if not, which round differently. This op does as torch does, and decides by the shard's `requires_grad`,
+    because the full weight's flag is the implementer's business.
+    """
+    shape, stride = x.shape, x.stride()
+    return x.numel() == 0 or all(stride[i] == stride[i + 1] * shape[i + 1] for i in range(x.dim() - 2))
 
 
 class _Linear(torch.autograd.Function):
@@ -146,9 +157,10 @@ class _Linear(torch.autograd.Function):
             ctx.versions = ShardVersions([weight])
             ctx.x_shape = x.shape
             ctx.transposed = _is_transposed(x)
+            ctx.batched = not need_weight and not _flattens(x)
         if need_bias:
             # torch fuses the bias into these products; elsewhere it adds it, and sums dy in dy's own layout.
-            ctx.bias_fused = x.dim() == 2 or (x.dim() == 3 and x.is_contiguous())
+            ctx.bias_fused = x.dim() == 2 or x.is_contiguous()
         return y
 
     @staticmethod
@@ -160,12 +172,14 @@ class _Linear(torch.autograd.Function):
             ctx.versions.check([weight])
         dy_rows = as_rows(dy)
         dx = dweight = dbias = None
-        if need_weight:
+        if need_weight and is_wanted(ctx, 1):
             (x,) = ctx.saved_tensors
             dweight = weight_gradient(weight, dy_rows, as_rows(x), rounded=ctx.autocast)
         if need_bias:
             dbias = bias_gradient(dy, dy_rows, ctx.bias_fused)
         if need_x:
+            if ctx.batched:
+                dy_rows = dy.reshape(-1, *dy.shape[-2:])
             dx = input_gradient(weight, dy_rows, ctx.transposed).reshape(ctx.x_shape)
         return dx, dweight, dbias, None
 
@@ -197,14 +211,16 @@ def bias_gradient(dy: torch.Tensor, dy_rows: torch.Tensor, fused: bool) -> torch
     return dy.sum(tuple(range(dy.dim() - 1))) if dy.dim() > 1 else dy
 
 
-def input_gradient(weight: torch.Tensor, dy_rows: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """The dgrad `[tokens, in]`, from the weight gathered again."""
+def input_gradient(weight: torch.Tensor, dy: torch.Tensor, transposed: bool = False) -> torch.Tensor:
+    """The dgrad `[tokens, in]`, from the weight gathered again; `[batch, tokens, in]` for a batch of products."""
     (gathered,) = materialize_weight_for_backward([weight])
-    check_rows([weight], [gathered], dy_rows.shape[1], "materialize_group_for_backward")
-    full = autocast_to(gathered, dy_rows.dtype)
+    check_rows([weight], [gathered], dy.shape[-1], "materialize_group_for_backward")
+    full = autocast_to(gathered, dy.dtype)
+    if dy.dim() == 3:
+        return torch.bmm(dy, full.expand(dy.shape[0], *full.shape))
     if transposed:
-        return torch.mm(full.t(), dy_rows.t()).t()
-    return torch.mm(dy_rows, full)
+        return torch.mm(full.t(), dy.t()).t()
+    return torch.mm(dy, full)
 
 
 def _is_transposed(x: torch.Tensor) -> bool:

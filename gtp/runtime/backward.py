@@ -42,12 +42,17 @@ class BackwardTracker:
 
     Args:
         on_end: Called once, inside the outermost `backward()`, after its last node.
+        on_death: Called while a backward's exception is on its way to the user, who may well go on to zero gradients.
+            Must not block: other ranks may not have raised.
         on_failure: Called when a backward is entered, or work outside of one begins, and an earlier one is found to
             have raised.
     """
 
-    def __init__(self, on_end: Callable[[], None], on_failure: Callable[[], None]) -> None:
+    def __init__(
+        self, on_end: Callable[[], None], on_death: Callable[[], None], on_failure: Callable[[], None]
+    ) -> None:
         self._on_end = on_end
+        self._on_death = on_death
         self._on_failure = on_failure
         self._tasks: dict[int, weakref.ref[_EndOfTask]] = {}
         self._current = NO_TASK  # the task seen last: ids are never used twice, so the same one is known and alive
@@ -60,7 +65,8 @@ class BackwardTracker:
             self._fail()
         if task not in self._tasks:
             ended = _EndOfTask(task, self._ended)
-            self._tasks[task] = weakref.ref(ended)
+            on_death = self._on_death
+            self._tasks[task] = weakref.ref(ended, lambda _: on_death())
             Variable._execution_engine.queue_callback(ended)
         self._current = task
 

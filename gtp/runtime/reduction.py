@@ -123,9 +123,16 @@ class Reducer:
         self._pool = pool
 
     def abandon(self) -> None:
-        """After a backward that raised: nothing of it is delivered. What `no_sync` holds from earlier ones stays."""
-        while self._in_flight:
-            self._finish_oldest()
+        """After a backward that raised: nothing more of it is delivered. What `no_sync` holds from earlier ones stays.
+
+        A reduction that is added when it is finished must not reach a `.grad` that was zeroed in the meantime.
+        """
+        if self._in_flight:
+            before = [(target, target.clone()) for target in self._targets.values()]
+            while self._in_flight:
+                self._finish_oldest()
+            for target, value in before:
+                target.copy_(value)
         self._targets.clear()
         for wgrad in self._lent.values():
             self._pool.let_go(wgrad.buffer)
@@ -195,7 +202,9 @@ class Reducer:
         for member in group.members:
             owner = self._owner(member)
             target = self._targets.get(owner)
-            if target is None:
+            if not owner.requires_grad:
+                target, has_value = owner.new_gradient(), False  # frozen, in a group that is not: nobody gets it
+            elif target is None:
                 target, has_value = owner.gradient_target()
                 self._targets[owner] = target
             else:

@@ -28,7 +28,6 @@ class _Replicated:
     name: str
     parameter: weakref.ref[torch.nn.Parameter]
     process_groups: tuple[dist.ProcessGroup, ...]
-    hooked: bool = False
     arrived: bool = False
     aside: torch.Tensor | None = None  # what `.grad` held before this backward
     held: torch.Tensor | None = None  # contributions that no_sync kept from being reduced
@@ -51,19 +50,28 @@ class ReplicatedGradients:
         self._mean = mean
         self._on_gradient = on_gradient
         self._entries: list[_Replicated] = []
+        self._frozen: list[_Replicated] = []  # autograd hooks want a parameter that requires grad
         self.accumulate_only = False
 
     def add(self, name: str, parameter: torch.nn.Parameter, process_groups: Sequence[dist.ProcessGroup]) -> None:
         """Registers a parameter whose gradient is reduced over each of `process_groups` in turn."""
-        self._entries.append(_Replicated(name, weakref.ref(parameter), tuple(process_groups)))
+        entry = _Replicated(name, weakref.ref(parameter), tuple(process_groups))
+        self._entries.append(entry)
+        self._frozen.append(entry)
+        self.hook_trainable()
 
     def hook_trainable(self) -> None:
         """Hooks parameters that want a gradient by now: one frozen at the start may be thawed at any time."""
-        for entry in self._entries:
-            if not entry.hooked:
-                parameter = entry.parameter()
-                if parameter is not None and parameter.requires_grad:
-                    self._hook(entry, parameter)
+        if not self._frozen:
+            return
+        frozen = []
+        for entry in self._frozen:
+            parameter = entry.parameter()
+            if parameter is not None and parameter.requires_grad:
+                self._hook(entry, parameter)
+            elif parameter is not None:
+                frozen.append(entry)
+        self._frozen = frozen
 
     def end_backward(self) -> list[torch.nn.Parameter]:
         """Reduces what arrived, puts it into `.grad`, and returns the parameters that received a gradient."""
@@ -117,7 +125,6 @@ class ReplicatedGradients:
                 owner._set_aside(entry, target)
 
         parameter.register_hook(before_accumulation)
-        entry.hooked = True
 
     def _set_aside(self, entry: _Replicated, parameter: torch.nn.Parameter) -> None:
         self._on_gradient()

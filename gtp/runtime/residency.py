@@ -45,6 +45,10 @@ class Gatherer:
         self._shapes = [[m.padded_shape(g.size) for m in g.members] for g in groups]
         self._nbytes = [nbytes_of(shapes, g.compute_dtype) for shapes, g in zip(self._shapes, groups, strict=True)]
         self._resident: dict[int, _Copy] = {}
+        # Where `send` is a copy of the shard, by group: the versions it was copied at.
+        self._sent: dict[int, tuple[int, ...]] = {
+            g.index: () for g in groups if any(m.send is not m.shard for m in g.members)
+        }
         self._line: int | None = None  # the capture in which the open line began, 0 for none; None when none is open
         self._capture = 0
         self.bytes_gathered = 0
@@ -53,9 +57,7 @@ class Gatherer:
         """A forward begins: shards are current from here on."""
         decision = self._schedule.open()
         self._end_line(decision.drop)
-        self._refresh(self._groups)
-        self._transport.open(self._groups)
-        self._line = self._capture
+        self._publish()
         self._prefetch(decision.prefetch)
 
     def close_line(self) -> None:
@@ -65,6 +67,9 @@ class Gatherer:
     def consume(self, group: WeightGroup, phase: Phase, *, inside: bool) -> list[torch.Tensor]:
         """The full weights of `group` for one GEMM. Each tensor is its own lease."""
         index = group.index
+        if inside and self._line is None and not self._capture:
+            # a backward after another one's end (two forwards, two backwards), or behind no forward of the root
+            self._publish()
         inside = inside and self._line == self._capture
         decision = self._schedule.consume(index, phase, inside=inside)
         if not inside:
@@ -75,7 +80,6 @@ class Gatherer:
         if copy is not None and copy.versions != _versions(group):
             self._drop(index)
             self._schedule.forget(index)
-            self._refresh([group])
             copy = None
         if copy is None:
             copy = self._start(group)
@@ -135,12 +139,20 @@ class Gatherer:
             self._transport.close()
             self._line = None
 
+    def _publish(self) -> None:
+        """Begins a line: all shards are current from here on."""
+        self._refresh(self._groups)
+        self._transport.open(self._groups)
+        self._line = self._capture
+
     def _refresh(self, groups: Sequence[WeightGroup]) -> None:
         """Makes `send` what the shard is now, where it is a copy."""
         for group in groups:
-            for member in group.members:
-                if member.send is not member.shard:
-                    member.send.copy_(member.shard)
+            if group.index in self._sent:
+                self._sent[group.index] = _versions(group)
+                for member in group.members:
+                    if member.send is not member.shard:
+                        member.send.copy_(member.shard)
 
     def _prefetch(self, indices: Sequence[int]) -> None:
         for index in indices:
@@ -148,13 +160,16 @@ class Gatherer:
 
     def _start(self, group: WeightGroup) -> _Copy:
         index = group.index
+        versions = _versions(group)
+        if self._sent.get(index, versions) != versions:
+            self._refresh([group])  # written since the line began
         buffer = self._pool.lease(self._nbytes[index])
         outs = buffer.views(index, self._shapes[index], group.compute_dtype)
         ticket = self._transport.start_gather(group, outs, buffer.events)
         if buffer.events:
             self._pool.recycle_events(buffer)
         self.bytes_gathered += self._nbytes[index]
-        return _Copy(buffer, outs, ticket, _versions(group))
+        return _Copy(buffer, outs, ticket, versions)
 
     def _finish(self, copy: _Copy) -> None:
         if copy.ticket is not None:

@@ -56,9 +56,11 @@ class GTPRuntime:
         self._gradients_returned = False
         self._forward_depth = 0
         self._opening = False
-        self._backward = BackwardTracker(_weakly(self._end_of_backward), _weakly(self._abandon))
         self.replicated = ReplicatedGradients(
             transport, mean=config.grad_reduce == "mean", on_gradient=_weakly(self._enter_backward)
+        )
+        self._backward = BackwardTracker(
+            _weakly(self._end_of_backward), self.replicated.abandon, _weakly(self._abandon)
         )
 
     # -- building ------------------------------------------------------------------------------------------------
@@ -313,6 +315,8 @@ class GTPRuntime:
             self._opening = False
             with torch.no_grad():
                 self._gatherer.open_line()
+        elif not inside:
+            self.replicated.hook_trainable()
         return self._gatherer.consume(group, phase, inside=inside)
 
     def _enter_backward(self) -> None:

@@ -79,9 +79,9 @@ class ShardGrad(CheckpointableShard, torch.Tensor):
             return _foreach_norm(*args, **kwargs)
         if name in _REDUCTIONS and _shards_of(args[:1]) and args[0]._process_group.size() > 1:
             raise UnsupportedError(
-                f"{name} of a sharded gradient would be this rank's part only. "
-                "For the norm of the whole model use gtp.clip_grad_norm_ or torch.linalg.vector_norm; "
-                f"for this rank's rows use grad.detach().{name}(...)"
+                f"{args[0]._origin.name}: {name} of a shard, or of its gradient, would be this rank's part only. For a "
+                "norm of the whole use torch.linalg.vector_norm, for that of all gradients gtp.clip_grad_norm_; for "
+                f"this rank's rows use .detach().{name}(...)"
             )
         shard = next((a for a in args if isinstance(a, ShardGrad)), None)
         if shard is not None:

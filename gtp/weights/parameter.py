@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from gtp.errors import GTPStateError, GTPValueError, UnsupportedError
-from gtp.ops import accumulates, refuse_double_backward
+from gtp.ops import is_wanted, refuse_double_backward
 from gtp.runtime.group import Member, WeightGroup
 from gtp.runtime.runtime import GTPRuntime, gather_now
 from gtp.runtime.schedule import Phase
@@ -58,7 +58,7 @@ class _FullTensor(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
         handle: WeightHandle = ctx.weight.handle
         refuse_double_backward([ctx.weight])
-        if not accumulates(ctx, 0):
+        if not is_wanted(ctx, 0):
             return None
         wgrads = [
             grad if position == handle.position else grad.new_zeros((member.rows, *member.trailing))
