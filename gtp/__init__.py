@@ -15,6 +15,7 @@ from gtp.errors import (
 from gtp.optim.clip import clip_grad_norm_, grad_norm
 from gtp.protocol import DistributedWeight, Outcome
 from gtp.runtime.runtime import GTPRuntime
+from gtp.weights.axes import data_mean, data_size
 from gtp.weights.full import full_weights
 from gtp.weights.layout import ShardLayout
 from gtp.weights.parameter import GTPWeight
@@ -37,6 +38,8 @@ __all__ = [
     "UnsupportedError",
     "clip_grad_norm_",
     "full_state_dict",
+    "data_mean",
+    "data_size",
     "full_weights",
     "grad_norm",
     "load_full_state_dict",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 import torch.distributed as dist
@@ -79,3 +80,29 @@ def broadcast_first(tensor: torch.Tensor, axes: Axes) -> None:
         dist.broadcast(contiguous, src=dist.get_global_rank(process_group, 0), group=process_group)
     if contiguous is not tensor:
         tensor.copy_(contiguous)
+
+
+def data_size(group_or_mesh: GroupOrMesh) -> int:
+    """Ranks that see different data: all of a group or 1-d mesh, both axes of a 2-d mesh.
+
+    By this a batch grows from rank to global, and sample counters with it. Argument as for `gtp.shard_model`.
+    """
+    return math.prod(group.size() for group in Axes.of(group_or_mesh).all)
+
+
+def data_mean(value: torch.Tensor | float, group_or_mesh: GroupOrMesh) -> torch.Tensor:
+    """The mean of a number (a loss, a metric) over all ranks that see different data. Collective.
+
+    Args:
+        value: Any shape, the same on all ranks; not changed. Python numbers go through the CPU, so they need a group
+            with a CPU backend.
+        group_or_mesh: As given to `gtp.shard_model`.
+
+    Returns:
+        The mean, in fp32 (fp64 for fp64), detached, the same on all ranks.
+    """
+    given = torch.as_tensor(value).detach()
+    mean = given.to(torch.promote_types(given.dtype, torch.float32), copy=True).contiguous()
+    for process_group in Axes.of(group_or_mesh).all:
+        dist.all_reduce(mean, group=process_group)
+    return mean / data_size(group_or_mesh)

@@ -6,6 +6,8 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from torch import nn
+
 from gtp.weights.layout import ShardLayout
 from gtp.weights.selection import Choice
 
@@ -20,6 +22,7 @@ class ParameterLine:
         sharded: Whether this rank holds its rows only.
         ranks: Ranks that its rows are split over; 1 if replicated.
         local_bytes: Bytes on this rank, padding included.
+        trained: Whether it required grad.
         reason: Why it was sharded or not.
     """
 
@@ -29,17 +32,26 @@ class ParameterLine:
     sharded: bool
     ranks: int
     local_bytes: int
+    trained: bool
     reason: str
 
 
 @dataclasses.dataclass(frozen=True)
 class ParameterReport:
-    """All parameters of a sharded model, in order of registration."""
+    """All parameters of a sharded model, in order of registration.
+
+    Attributes:
+        lines: One per parameter of the model.
+        unregistered: Parameters that modules keep in plain attributes, where torch does not see them. In no count.
+    """
 
     lines: tuple[ParameterLine, ...]
+    unregistered: tuple[ParameterLine, ...] = ()
 
     @staticmethod
-    def of(choices: Sequence[Choice], layouts: Mapping[str, ShardLayout]) -> ParameterReport:
+    def of(
+        choices: Sequence[Choice], layouts: Mapping[str, ShardLayout], unregistered: Mapping[str, nn.Parameter]
+    ) -> ParameterReport:
         """From the selection that `shard_model` made."""
         lines = []
         for choice in choices:
@@ -54,10 +66,11 @@ class ParameterReport:
                     choice.sharded,
                     layout.group_size if layout else 1,
                     math.prod(local) * choice.parameter.dtype.itemsize,
+                    choice.parameter.requires_grad,
                     choice.reason,
                 )
             )
-        return ParameterReport(tuple(lines))
+        return ParameterReport(tuple(lines), tuple(_unseen(name, p) for name, p in unregistered.items()))
 
     @property
     def num_parameters(self) -> int:
@@ -78,10 +91,16 @@ class ParameterReport:
         )
 
     def __str__(self) -> str:
-        width = max((len(line.name) for line in self.lines), default=0)
+        width = max((len(line.name) for line in (*self.lines, *self.unregistered)), default=0)
         rows = [
             f"{line.name:<{width}}  {'1/' + str(line.ranks) if line.sharded else 'whole':>6}  "
             f"{line.shape!s:>16}  {line.reason}"
-            for line in self.lines
+            for line in (*self.lines, *self.unregistered)
         ]
         return "\n".join([*rows, self.summary()])
+
+
+def _unseen(name: str, parameter: nn.Parameter) -> ParameterLine:
+    nbytes = parameter.numel() * parameter.dtype.itemsize
+    reason = "kept in a plain attribute, where torch does not see it: use nn.ModuleList, ModuleDict or ParameterList"
+    return ParameterLine(name, (), tuple(parameter.shape), False, 1, nbytes, parameter.requires_grad, reason)

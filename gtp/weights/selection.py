@@ -41,10 +41,15 @@ class Choice:
 
 @dataclasses.dataclass
 class Selection:
-    """Choices in order of registration, and the sharded ones in the groups that are gathered together."""
+    """Choices in order of registration, and the sharded ones in the groups that are gathered together.
+
+    Attributes:
+        unregistered: Parameters that modules keep in lists and the like, where torch does not see them, by name.
+    """
 
     choices: list[Choice]
     groups: list[list[Choice]]
+    unregistered: dict[str, nn.Parameter]
 
 
 def select(
@@ -77,7 +82,7 @@ def select(
             "nn.Embedding modules; "
             f"name others with include=. Parameters and why not:\n  {tried}"
         )
-    return Selection(choices, _grouped(model, choices))
+    return Selection(choices, _grouped(model, choices), _unregistered(model, {id(c.parameter) for c in choices}))
 
 
 def _sites(model: nn.Module) -> list[tuple[list[str], nn.Module, str, nn.Parameter]]:
@@ -89,6 +94,25 @@ def _sites(model: nn.Module) -> list[tuple[list[str], nn.Module, str, nn.Paramet
                 name = f"{prefix}.{attribute}" if prefix else attribute
                 found.setdefault(id(parameter), ([], module, attribute, parameter))[0].append(name)
     return list(found.values())
+
+
+def _unregistered(model: nn.Module, known: set[int]) -> dict[str, nn.Parameter]:
+    found: dict[str, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute in ("_parameters", "_buffers", "_modules"):
+                continue
+            items = (
+                value.items() if isinstance(value, dict) else enumerate(value) if type(value) in (list, tuple) else ()
+            )
+            for key, item in items:
+                name = f"{prefix}.{attribute}[{key!r}]".removeprefix(".")
+                if isinstance(item, nn.Module):
+                    inside = {f"{name}.{n}": p for n, p in item.named_parameters()}
+                else:
+                    inside = {name: item} if isinstance(item, nn.Parameter) else {}
+                found.update({n: p for n, p in inside.items() if id(p) not in known})
+    return found
 
 
 def _refuse_sharded(sites: list[tuple[list[str], nn.Module, str, nn.Parameter]]) -> None:

@@ -15,6 +15,7 @@ from gtp.runtime.group import Member, ShardOwner, WeightGroup
 from gtp.runtime.runtime import GTPRuntime
 from gtp.runtime.select import choose_transport
 from gtp.runtime.transport import Transport
+from gtp.weights.agreement import require_agreement
 from gtp.weights.axes import Axes, GroupOrMesh, broadcast_first
 from gtp.weights.layout import ShardLayout
 from gtp.weights.meta import materialize_meta
@@ -62,6 +63,7 @@ def shard_model(
     Raises:
         GTPValueError: bad group, pattern or parameter; nothing to shard; several devices.
         GTPStateError: the model was sharded already, or holds gradients.
+        DesyncError: ranks call this with different models or settings.
     """
     config = GTPConfig() if config is None else config
     if not isinstance(config, GTPConfig):
@@ -70,6 +72,7 @@ def shard_model(
     _require_no_gradients(selection)
     target = _device_of(selection, device)
     layouts = _layouts(selection, config)
+    require_agreement(selection.choices, config, target)
     chosen, reason = (
         (transport, "given by the caller") if transport else choose_transport(config, _gtp_groups(selection), target)
     )
@@ -83,9 +86,16 @@ def shard_model(
             runtime.replicated.add(choice.name, choice.parameter, choice.axes.all)
     runtime.attach(model)
     hook_state_dict(model)
-    runtime.report = ParameterReport.of(selection.choices, layouts)
+    runtime.report = ParameterReport.of(selection.choices, layouts, selection.unregistered)
     runtime.start()
     _log.info("gtp: %s", runtime.report.summary())
+    lost = [line.name for line in runtime.report.unregistered if line.trained]
+    if lost:
+        _log.warning(
+            "gtp: torch does not know %s, which is kept in a plain attribute: it is neither sharded nor in "
+            "model.parameters(). Use nn.ModuleList, nn.ModuleDict or nn.ParameterList",
+            ", ".join(lost),
+        )
     return runtime
 
 
