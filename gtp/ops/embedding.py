@@ -12,8 +12,8 @@ from gtp.errors import UnsupportedError
 from gtp.ops._common import (
     finish_wgrads,
     is_managed,
-    is_wanted,
     is_surely_plain,
+    is_wanted,
     outside_graphs,
     plain_access,
     refuse_distributed,

@@ -114,7 +114,7 @@ class FakeDistributedWeight(torch.nn.Parameter):
         return weight
 
     @classmethod
-    def group(cls, fulls: Sequence[torch.Tensor], **options: Any) -> list[FakeDistributedWeight]:
+    def make_group(cls, fulls: Sequence[torch.Tensor], **options: Any) -> list[FakeDistributedWeight]:
         """Fakes that are one weight group, leader first. `options` as for one fake, the same for all."""
         label = options.pop("label", "fake")
         weights = [cls(full, label=f"{label}{i}", **options) for i, full in enumerate(fulls)]

@@ -33,7 +33,7 @@ class FakeConformance(DistributedWeightConformance):
         return FakeDistributedWeight(full, **self.options(requires_grad))  # type: ignore[arg-type]
 
     def make_group(self, fulls: Sequence[torch.Tensor], requires_grad: bool) -> list[torch.Tensor]:
-        return list(FakeDistributedWeight.group(fulls, **self.options(requires_grad)))
+        return list(FakeDistributedWeight.make_group(fulls, **self.options(requires_grad)))
 
     def expected_gradient(self, wgrad: torch.Tensor) -> torch.Tensor:
         return 4 * wgrad[slice(*self.rows_of_shard)]
@@ -133,7 +133,7 @@ def test_a_shared_grad_buffer_fails_it() -> None:
 
     class SharedConformance(FakeConformance):
         def make_group(self, fulls: Sequence[torch.Tensor], requires_grad: bool) -> list[torch.Tensor]:
-            group = Shared.group(fulls, **self.options(requires_grad))
+            group = Shared.make_group(fulls, **self.options(requires_grad))
             for weight in group[1:]:
                 weight.fake.full = group[0].fake.full
             return list(group)
