@@ -17,8 +17,8 @@ class _Refusal(NamedTuple):
 
 
 _TENSOR_PARALLEL: Final = (
-    "this module computes with the whole weight. For a tensor parallel layer use the collective GEMMs "
-    "(gtp.ops.AllGatherLinear, gtp.ops.LinearReduceScatter)"
+    "this module computes with the whole weight. For tensor parallel layers use gtp.modules.ColumnParallelLinear and "
+    "RowParallelLinear"
 )
 _OVERLAP: Final = "userbuffers are Transformer Engine's. Collective GEMMs choose their overlap with tp_gemm_backend"
 
