@@ -15,6 +15,7 @@ from gtp.config import GTPConfig
 from gtp.errors import GTPValueError, UnsupportedError
 from gtp.megatron import building
 from gtp.megatron.checkpoint import sharded_tensors
+from gtp.megatron.experts import refuse_overlapping_axes
 from gtp.megatron.tied import accept_supplied_weight
 from gtp.megatron.weight import MegatronGTPWeight
 from gtp.weights.layout import ShardLayout
@@ -155,7 +156,8 @@ class Wrapping:
                 tuple(full.shape), gtp_remat_group.size(), gtp_remat_group.rank(), self._config.alignment
             )
             shards.append((layout, take_shard(full, layout, building.device_for(full, gtp_remat_group))))
-        self._adopt(module, names, shards, gtp_remat_group, grouped=bool(is_grouped))
+        for weight in self._adopt(module, names, shards, gtp_remat_group, grouped=bool(is_grouped)):
+            refuse_overlapping_axes(weight.name, weight)
 
     def attach_gtp_to_presharded_module(
         self, module: nn.Module, gtp_remat_group: dist.ProcessGroup, pad_length: int, is_grouped: bool = False

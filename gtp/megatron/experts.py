@@ -25,13 +25,15 @@ def balance_expert_gradients(root: nn.Module) -> None:
     """Scales the gradients of expert parameters in `root` where the two GTP axes differ in size.
 
     Raises:
-        GTPValueError: expert weights are sharded over ranks that Megatron holds for their replicas.
+        GTPValueError: see `refuse_overlapping_axes`.
         UnsupportedError: a gradient that has to be scaled would bypass autograd.
     """
     from megatron.core import parallel_state
 
     dense, expert = _axes(parallel_state)
-    _refuse_overlapping_axes(root, dense)
+    for name, weight in root.named_parameters():
+        if isinstance(weight, MegatronGTPWeight):
+            refuse_overlapping_axes(name, weight)
     experts = list(_expert_parameters(root))
     sizes = [group.size() if group is not None else 1 for group in (dense, expert)]
     if not experts or sizes[0] == sizes[1] or _per_token_loss(root):
@@ -66,19 +68,25 @@ def _axes(parallel_state: Any) -> tuple[dist.ProcessGroup | None, dist.ProcessGr
     )
 
 
-def _refuse_overlapping_axes(root: nn.Module, dense: dist.ProcessGroup | None) -> None:
-    """Without expert groups Megatron reduces an expert weight like a dense one, so its shards must lie alike."""
-    wanted = dist.get_process_group_ranks(dense) if dense is not None else []
-    for name, weight in root.named_parameters():
-        if isinstance(weight, MegatronGTPWeight) and getattr(weight, "allreduce", True):
-            ranks = dist.get_process_group_ranks(weight.group)
-            if ranks != wanted:
-                raise GTPValueError(
-                    f"{name}: an expert weight sharded over ranks {ranks}, while without expert parallelism Megatron "
-                    f"reduces its gradient like that of dense weights, sharded over {wanted or [dist.get_rank()]}. Set "
-                    "expert_tensor_parallel_num_weight_shards like tensor_parallel_num_weight_shards, or use "
-                    "expert_model_parallel_size above 1"
-                )
+def refuse_overlapping_axes(name: str, weight: MegatronGTPWeight) -> None:
+    """Without expert groups Megatron reduces an expert weight like a dense one, so its shards must lie alike.
+
+    Raises:
+        GTPValueError: they do not.
+    """
+    from megatron.core import parallel_state
+
+    if not getattr(weight, "allreduce", True):
+        return
+    dense, _ = _axes(parallel_state)
+    wanted = dist.get_process_group_ranks(dense) if dense is not None else [dist.get_rank()]
+    ranks = dist.get_process_group_ranks(weight.group)
+    if ranks != wanted:
+        raise GTPValueError(
+            f"{name}: an expert weight sharded over ranks {ranks}, while without expert parallelism Megatron reduces "
+            f"its gradient like that of dense weights, sharded over {wanted}. Set "
+            "expert_tensor_parallel_num_weight_shards like tensor_parallel_num_weight_shards, or use expert_model_parallel_size above 1"
+        )
 
 
 def _expert_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
