@@ -7,6 +7,7 @@ addition kernel, and the whole runtime on top. Delays (`torch.cuda._sleep` on on
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import time
@@ -76,7 +77,7 @@ class Line:
             for g in groups
         }
         self.wgrads = {index: [torch.empty_like(o) for o in outs] for index, outs in self.outs.items()}
-        self.into = {g.index: [torch.zeros_like(m.shard, dtype=torch.float32) for m in g.members] for g in groups}
+        self.into = {g.index: [torch.full_like(m.shard, 3.0, dtype=torch.float32) for m in g.members] for g in groups}
         self.free: dict[int, torch.cuda.Event | None] = dict.fromkeys(self.outs)
 
     def gather(self, group: WeightGroup) -> Any:
@@ -118,10 +119,11 @@ class Line:
         order = [*self.groups, *reversed(self.groups)]
         flying, running = [self.gather(order[0])], []
         for position, group in enumerate(order):
-            if position + 1 < len(order) and order[position + 1] is not group:
+            ticket = flying.pop() if flying else self.gather(group)
+            if position + 1 < len(order) and order[position + 1] is not group:  # one buffer a group: not twice at once
                 flying.append(self.gather(order[position + 1]))
                 self._sleep(sleep, "amid gathers")
-            self.use(group, flying.pop(0) if flying else self.gather(group))
+            self.use(group, ticket)
             if position >= len(self.groups):
                 self._sleep(sleep, "before a reduction")
                 running.append((group, self.reduce(group)))
@@ -207,13 +209,20 @@ def test_a_captured_step_replays_exactly_and_mixes_with_eager_steps(pair: RankPo
 
 def capture_without_warm_up() -> str:
     line = make_line(torch.float64, [[(16, 16)]])
-    with pytest.raises(GTPStateError) as caught, torch.cuda.graph(torch.cuda.CUDAGraph()):
-        line.step()
-    return str(caught.value)
+    message = ""
+    with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):  # the capture breaks with it
+        try:
+            line.step()
+        except GTPStateError as error:
+            message = str(error)
+    return message
 
 
-def test_a_capture_without_warm_up_is_refused(pair: RankPool) -> None:
-    for message in RankPools()(2).run(capture_without_warm_up, timeout=100):
+def test_a_capture_without_warm_up_is_refused() -> None:
+    pools = RankPools()
+    messages = pools(2).run(capture_without_warm_up, timeout=100)
+    pools.close()
+    for message in messages:
         assert "run one full step" in message
 
 
@@ -282,16 +291,18 @@ def test_a_rank_that_does_not_come_is_named(pair: RankPool) -> None:
 
 
 class Model(nn.Module):
+    """Without an embedding: its backward on CUDA adds in no fixed order."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(50, 64)
+        self.embed = nn.Linear(50, 64, bias=False)
         self.layers = nn.ModuleList(
             [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 96), nn.Linear(96, 64)) for _ in "1234"]
         )
         self.head = nn.Linear(64, 50)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
+        x = self.embed(nn.functional.one_hot(ids, 50).to(self.head.bias.dtype))
         for layer in self.layers:
             x = x + layer(x)
         return self.head(x)
@@ -306,53 +317,65 @@ def batches(step: int, device: torch.device) -> list[torch.Tensor]:
     return [torch.randint(0, 50, (2, 8), generator=generator).to(device) for _ in range(world_size())]
 
 
-def train_both(param_dtype: torch.dtype | None) -> dict[str, Any]:
+def train_both(keep_bytes: int) -> dict[str, Any]:
     device = device_of_rank()
     torch.manual_seed(0)
     plain, sharded = Model().to(device), Model().to(device)
     sharded.load_state_dict(plain.state_dict())
-    config = gtp.GTPConfig(transport="copy_engine", param_dtype=param_dtype)
+    config = gtp.GTPConfig(transport="copy_engine", keep_bytes=keep_bytes)
     runtime = gtp.shard_model(sharded, dist.group.WORLD, config=config)
     ours, theirs = torch.optim.AdamW(sharded.parameters(), 1e-2), torch.optim.AdamW(plain.parameters(), 1e-2)
-    same_losses = True
+    same_losses = []
     for step in range(6):
         mine = batches(step, device)
         loss = loss_of(sharded, mine[rank()])
         loss.backward()
-        if param_dtype is None:
-            wanted = data_parallel_backward(plain, mine, loss_of)
-            same_losses &= torch.equal(loss.detach(), wanted[rank()])
-            theirs.step()
-            theirs.zero_grad()
-        ours.step()
-        ours.zero_grad()
+        wanted = data_parallel_backward(plain, mine, loss_of)
+        same_losses.append(torch.equal(loss.detach(), wanted[rank()]))
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
         with torch.no_grad():
             loss_of(sharded, mine[rank()])  # a line without a backward
-    if param_dtype is None:
-        assert_same_parameters(sharded, plain)
-        state = {k: v.clone() for k, v in plain.state_dict().items()}
-        for value in state.values():
-            value.mul_(0.5)
-        plain.load_state_dict(state)
-        sharded.load_state_dict(state)
-        with torch.no_grad():
-            same_losses &= torch.equal(loss_of(sharded, mine[0]), loss_of(plain, mine[0]))
+    assert_same_parameters(sharded, plain)
+    state = {k: v.clone().mul_(0.5) for k, v in plain.state_dict().items()}
+    plain.load_state_dict(state)
+    sharded.load_state_dict(state)
+    with torch.no_grad():
+        same_losses.append(torch.equal(loss_of(sharded, mine[0]), loss_of(plain, mine[0])))
     stats = runtime.stats()
-    return {
-        "transport": stats.transport,
-        "reason": stats.transport_reason,
-        "same": same_losses,
-        "hits": stats.hit_rate > 0.5,
-    }
+    return {"transport": (stats.transport, stats.transport_reason), "same": same_losses, "hits": stats.hit_rate > 0.5}
 
 
-def test_a_model_trains_as_the_unsharded_one_bit_for_bit(pair: RankPool) -> None:
-    wanted = {"transport": "copy_engine", "reason": "asked for", "same": True, "hits": True}
-    assert pair.run(train_both, None, timeout=100) == [wanted] * 2
+@pytest.mark.parametrize("keep_bytes", [0, 1 << 20])
+def test_a_model_trains_as_the_unsharded_one_bit_for_bit(pair: RankPool, keep_bytes: int) -> None:
+    wanted = {"transport": ("copy_engine", "asked for"), "same": [True] * 7, "hits": True}
+    assert pair.run(train_both, keep_bytes, timeout=100) == [wanted] * 2
+
+
+def train_with_a_compute_copy() -> list[bool]:
+    """fp32 weights, bf16 GEMMs: what is gathered is always the current weight, rounded."""
+    device = device_of_rank()
+    torch.manual_seed(0)
+    model = Model().to(device)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data = parameter.data.bfloat16()
+    gtp.shard_model(model, dist.group.WORLD, config=gtp.GTPConfig(transport="copy_engine", param_dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    weight, same = model.head.weight, []
+    for step in range(4):
+        loss_of(model, batches(step, device)[rank()]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        (full,) = [weight.materialize_group_for_forward()]
+        same.append(torch.equal(full, weight.full_tensor().bfloat16()))
+        del full
+    return same
 
 
 def test_a_model_trains_with_a_compute_copy_in_peer_memory(pair: RankPool) -> None:
-    assert [r["transport"] for r in pair.run(train_both, torch.bfloat16, timeout=100)] == ["copy_engine"] * 2
+    assert pair.run(train_with_a_compute_copy, timeout=100) == [[True] * 4] * 2
 
 
 def graphed_training() -> list[bool]:

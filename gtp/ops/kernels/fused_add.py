@@ -21,8 +21,45 @@ except ImportError as error:
         "pip install triton"
     ) from error
 
-BLOCK = 16384  # elements per program and turn: 16 a thread, so two 16-byte loads in flight per bf16 contribution
-WARPS = 32
+BLOCK = 8192  # elements per program and turn: 16 a thread, two 16-byte loads per bf16 contribution
+WARPS = 16
+SHARED_BYTES = 200 << 10  # of an SM, for what is on its way
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_block(  # type: ignore[no-untyped-def]
+    start,
+    into,
+    own,
+    received,
+    stride,
+    count,
+    divisor,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    WIDE: tl.constexpr,
+    NARROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The elements from `start` on, of `fused_add_kernel`."""
+    offsets = start + tl.arange(0, BLOCK)
+    mask = offsets < count
+    total = tl.zeros([BLOCK], WIDE)
+    for source in tl.static_range(SIZE):
+        if source == RANK:
+            part = tl.load(own + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
+        else:
+            place = received + (source - (source > RANK)) * stride
+            part = tl.load(place + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
+        # not zero plus the first: that would turn a negative zero into a positive one
+        total = part.to(WIDE) if source == 0 else total + part.to(WIDE)
+    if DIVIDE:
+        total = tl.div_rn(total, tl.full([BLOCK], divisor, tl.float32)) if NARROW else total / divisor
+    if ACCUMULATE:
+        total += tl.load(into + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(WIDE)
+    tl.store(into + offsets, total.to(into.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -40,29 +77,24 @@ def fused_add_kernel(  # type: ignore[no-untyped-def]
     WIDE: tl.constexpr,  # tl.float32, or tl.float64
     NARROW: tl.constexpr,  # whether WIDE is tl.float32
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,  # blocks on their way, and one; 0 in Triton's interpreter, which cannot loop over a range
 ):
     """into = (into if ACCUMULATE else 0) + (sum over ranks, in rank order) / divisor"""
+    first = tl.program_id(0) * BLOCK
     step = tl.num_programs(0) * BLOCK
-    lane = tl.arange(0, BLOCK)
-    start = tl.program_id(0) * BLOCK
-    while start < count:
-        offsets = start + lane
-        mask = offsets < count
-        total = tl.zeros([BLOCK], WIDE)
-        for source in tl.static_range(SIZE):
-            if source == RANK:
-                part = tl.load(own + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
-            else:
-                place = received + (source - (source > RANK)) * stride
-                part = tl.load(place + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
-            # not zero plus the first: that would turn a negative zero into a positive one
-            total = part.to(WIDE) if source == 0 else total + part.to(WIDE)
-        if DIVIDE:
-            total = tl.div_rn(total, tl.full([BLOCK], divisor, tl.float32)) if NARROW else total / divisor
-        if ACCUMULATE:
-            total += tl.load(into + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(WIDE)
-        tl.store(into + offsets, total.to(into.dtype.element_ty), mask=mask, eviction_policy="evict_first")
-        start += step
+    if STAGES == 0:
+        while first < count:
+            add_block(
+                first, into, own, received, stride, count, divisor,
+                RANK, SIZE, ACCUMULATE, DIVIDE, WIDE, NARROW, BLOCK,
+            )  # fmt: skip
+            first += step
+    else:
+        for start in tl.range(first, count, step, num_stages=STAGES):
+            add_block(
+                start, into, own, received, stride, count, divisor,
+                RANK, SIZE, ACCUMULATE, DIVIDE, WIDE, NARROW, BLOCK,
+            )  # fmt: skip
 
 
 class FusedAdd:
@@ -75,7 +107,7 @@ class FusedAdd:
     Args:
         rank, size: This rank and the number of contributions.
         programs: Upper bound on the programs of one launch, and so on the SMs it occupies.
-        block, warps: Elements and warps of a program.
+        block, warps: Elements of a program's turn at most, and its warps.
     """
 
     def __init__(self, rank: int, size: int, programs: int, *, block: int = BLOCK, warps: int = WARPS) -> None:
@@ -84,7 +116,7 @@ class FusedAdd:
         self._programs = programs
         self._block = block
         self._warps = warps
-        self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+        self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], int]] = {}
 
     def __call__(
         self,
@@ -119,8 +151,8 @@ class FusedAdd:
         if found is None:
             self._compile(into, wire, divisor != 1, aligned)
             found = self._compiled[key]
-        kernel, constants = found
-        programs = min(self._programs, -(-count // self._block))
+        kernel, constants, block = found
+        programs = min(self._programs, -(-count // block))
         kernel[(programs, 1, 1)](address, own, received, stride, count, float(divisor), *constants, stream=stream)
 
     def _compile(self, into: torch.Tensor, wire: torch.dtype, divide: bool, aligned: bool) -> None:
@@ -136,6 +168,20 @@ class FusedAdd:
         target = torch.zeros(2 * count, dtype=into.dtype, device=into.device)[shift:]
         source = torch.zeros(2 * count * self._size, dtype=wire, device=into.device)[shift:]
         for accumulate in (False, True):
-            constants = (self._rank, self._size, accumulate, divide, wide, wide == tl.float32, self._block)
-            kernel = fused_add_kernel[(1,)](target, source, source, count, count, 2.0, *constants, num_warps=WARPS)
-            self._compiled[into.dtype, wire, divide, aligned, accumulate] = (kernel, constants)
+            block, stages = self._shape(wire.itemsize, into.element_size() if accumulate else 0)
+            constants = (self._rank, self._size, accumulate, divide, wide, wide == tl.float32, block, stages)
+            kernel = fused_add_kernel[(1,)](
+                target, source, source, count, count, 2.0, *constants, num_warps=self._warps
+            )
+            self._compiled[into.dtype, wire, divide, aligned, accumulate] = (kernel, constants, block)
+
+    def _shape(self, wire_bytes: int, into_bytes: int) -> tuple[int, int]:
+        """Elements per turn, and the depth of the pipeline: all shared memory of an SM, in three blocks at least.
+
+        What one SM can add is limited by the bytes that it has asked for and not yet got.
+        """
+        element = self._size * wire_bytes + into_bytes
+        block = self._block
+        while block > 1024 and 3 * block * element > SHARED_BYTES:
+            block //= 2
+        return block, max(2, min(7, SHARED_BYTES // (block * element) + 1))
