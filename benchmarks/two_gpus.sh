@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Every GPU test over two real GPUs, and every two-GPU benchmark. Parts, so that each fits ten minutes:
+#
+#   benchmarks/two_gpus.sh                        all parts
+#   benchmarks/two_gpus.sh tests step overlap     some of them
+#
+# JSON goes to OUT (default: benchmarks/results), traces and pictures beside it. A part that fails does not stop the others;
+# the exit status says whether one did.
+set -u
+cd "$(dirname "$0")/.."
+out=${OUT:-benchmarks/results}
+mkdir -p "$out"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} PYTHONUNBUFFERED=1
+python=${PYTHON:-python3}
+failed=()
+
+part() { # name, seconds, command...
+    local name=$1 seconds=$2
+    shift 2
+    printf '\n== %s: %s\n' "$name" "$*"
+    timeout --kill-after=10 "$seconds" "$@" || failed+=("$name")
+}
+
+for name in ${*:-tests step moe overlap collective_gemm megatron_gpt soak}; do
+    case $name in
+    tests) part tests 400 "$python" -m pytest -m gpu -q -p no:cacheprovider tests ;;
+    step) part step 400 "$python" -m benchmarks.step --cases llama --out "$out/step.json" ;;
+    moe) part moe 200 "$python" -m benchmarks.step --cases moe --tokens 4096,1024 --out "$out/step_moe.json" ;;
+    overlap) part overlap 150 "$python" -m benchmarks.overlap --out "$out/overlap.json" ;;
+    collective_gemm) part collective_gemm 300 "$python" -m benchmarks.collective_gemm --out "$out/collective_gemm.json" ;;
+    megatron_gpt) part megatron_gpt 400 "$python" -m benchmarks.megatron_gpt --out "$out/megatron_gpt.json" ;;
+    soak) part soak 300 "$python" -m benchmarks.soak --out "$out/soak.json" ;;
+    *) echo "no part named $name"; failed+=("$name") ;;
+    esac
+done
+
+if [ ${#failed[@]} -gt 0 ]; then
+    echo "failed: ${failed[*]}"
+    exit 1
+fi
