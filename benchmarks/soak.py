@@ -3,7 +3,7 @@
     python -m benchmarks.soak                    one rank per GPU, 1000 steps
     python -m benchmarks.soak --device cpu --tiny
 
-Part 1, `--steps`: an fp32 model of three blocks trains sharded and, on every rank, whole on all ranks' batches. At random
+Part 1, `--steps`: an fp32 model of three blocks trains sharded and, whole, by data parallelism. At random
 steps a random rank sleeps before forward, between forward and backward, or before the optimizer. Every 50 steps the
 gathered weights are compared. Part 2, `--curve`: losses of a bf16 stack over 200 steps, data parallelism beside gtp.
 """
