@@ -1,7 +1,9 @@
 """Modules over `gtp.ops`. They know the protocol alone: the same module runs on plain weights, fakes and shards."""
 
+from gtp.modules._tensor_parallel import sum_gradients_over_tp
 from gtp.modules.feed_forward import FeedForward, FusedSwiGLU, swiglu_feed_forward
 from gtp.modules.grouped_linear import GroupedLinear
+from gtp.modules.grouped_mlp import GroupedMLP
 from gtp.modules.layernorm_linear import LayerNormLinear
 from gtp.modules.linear import Linear
 from gtp.modules.qkv import FusedQKVLinear
@@ -13,8 +15,10 @@ __all__ = [
     "FusedQKVLinear",
     "FusedSwiGLU",
     "GroupedLinear",
+    "GroupedMLP",
     "LayerNormLinear",
     "Linear",
     "RowParallelLinear",
+    "sum_gradients_over_tp",
     "swiglu_feed_forward",
 ]

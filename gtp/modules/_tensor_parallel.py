@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
-from gtp.errors import GTPValueError
-from gtp.ops.collective_backends import BackendName, GemmBackend, gemm_backend
+from gtp.errors import GTPStateError, GTPValueError
+from gtp.ops.collective_backends import BackendName, GemmBackend, gemm_backend, resolve_group
+from gtp.protocol import describe_weight, is_distributed_weight
 
 GroupOrMesh = dist.ProcessGroup | DeviceMesh
 Init = Callable[[torch.Tensor], object]
@@ -128,3 +131,47 @@ def describe(in_features: int, out_features: int, bias: bool, backend: GemmBacke
         f"in_features={in_features}, out_features={out_features}, bias={bias}, tp={backend.size}, "
         f"tp_gemm_backend={backend.name}"
     )
+
+
+def sum_gradients_over_tp(parameters: Iterable[nn.Parameter], tp_group: GroupOrMesh | None) -> list[RemovableHandle]:
+    """Sums the gradients of parameters that are used on a rank's part of the sequence over the tensor-parallel ranks.
+
+    Norms between the parallel linears see only the tokens of this rank, so what autograd gives them is a part of the
+    gradient. The parallel linears' own parameters, biases included, need none of this. One all-reduce per parameter and
+    backward, before the gradient is accumulated, and before `gtp.shard_model` reduces it over its own axes.
+
+    Not for weights that `gtp.shard_model` shards: their gradients do not pass through autograd. An embedding or a head
+    is best used outside of the split sequence: see `gtp.ops.split_sequence` and `gtp.ops.gather_sequence`.
+
+    Args:
+        parameters: Parameters that stay replicated, the same ones in the same order on all ranks.
+        tp_group: The tensor-parallel group or a 1-d mesh. None or one rank: nothing is done.
+
+    Returns:
+        Handles that undo it.
+    """
+    process_group = None if tp_group is None else resolve_group(tp_group)
+    if process_group is None or process_group.size() == 1:
+        return []
+
+    def summed(grad: torch.Tensor | None) -> torch.Tensor:
+        if grad is None:
+            raise GTPStateError(
+                "sum_gradients_over_tp was called on a weight that was sharded afterwards, and whose gradient does "
+                "not pass through autograd. Leave it out, and use it outside of the split sequence "
+                "(gtp.ops.gather_sequence), or keep it replicated with gtp.shard_model(exclude=...)"
+            )
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, op=dist.ReduceOp.SUM, group=process_group)
+        return total
+
+    handles = []
+    for parameter in parameters:
+        if is_distributed_weight(parameter):
+            raise GTPValueError(
+                f"sum_gradients_over_tp: {describe_weight(parameter)} is sharded, and its gradient does not pass "
+                "through autograd. Leave it out, and use it outside of the split sequence (gtp.ops.gather_sequence)"
+            )
+        if parameter.requires_grad:
+            handles.append(parameter.register_hook(summed))
+    return handles

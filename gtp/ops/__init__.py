@@ -12,9 +12,11 @@ from gtp.ops.collective_linear import (
 )
 from gtp.ops.embedding import embedding
 from gtp.ops.grouped_linear import grouped_linear
+from gtp.ops.grouped_mlp import grouped_mlp
 from gtp.ops.layernorm_linear import layernorm_linear, norm
 from gtp.ops.linear import linear
-from gtp.ops.swiglu import silu_and_mul, silu_and_mul_pairs
+from gtp.ops.sequence_parallel import gather_sequence, reduce_scatter_sequence, split_sequence
+from gtp.ops.swiglu import silu_and_mul, silu_and_mul_halves, silu_and_mul_pairs
 
 __all__ = [
     "AllGatherLinear",
@@ -24,14 +26,19 @@ __all__ = [
     "all_gather_linear",
     "all_gather_linear_multi",
     "embedding",
+    "gather_sequence",
     "gemm_backend",
     "grouped_linear",
+    "grouped_mlp",
     "is_wanted",
     "layernorm_linear",
     "linear",
     "linear_reduce_scatter",
     "norm",
+    "reduce_scatter_sequence",
     "refuse_double_backward",
     "silu_and_mul",
+    "silu_and_mul_halves",
     "silu_and_mul_pairs",
+    "split_sequence",
 ]

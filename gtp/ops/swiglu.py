@@ -61,7 +61,24 @@ def silu_and_mul_pairs(pairs: torch.Tensor, *, num_rows: RowLimit = None) -> tor
     if pairs.ndim < 2 or pairs.shape[-1] != 2:
         raise GTPValueError(f"silu_and_mul_pairs: pairs must be [..., H, 2], got {tuple(pairs.shape)}")
     _check(pairs, num_rows)
-    y: torch.Tensor = _SiluAndMulPairs.apply(pairs, num_rows)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _SiluAndMulPacked.apply(pairs, True, num_rows)  # type: ignore[no-untyped-call]
+    return y
+
+
+def silu_and_mul_halves(packed: torch.Tensor, *, num_rows: RowLimit = None) -> torch.Tensor:
+    """As `silu_and_mul_pairs`, for a projection whose first half of features is gate and the second up.
+
+    Args:
+        packed: `[..., 2 H]`, any strides.
+        num_rows: As in `silu_and_mul`.
+
+    Returns:
+        `[..., H]`, contiguous.
+    """
+    if packed.ndim < 1 or packed.shape[-1] % 2:
+        raise GTPValueError(f"silu_and_mul_halves: packed must be [..., 2 H], got {tuple(packed.shape)}")
+    _check(packed, num_rows)
+    y: torch.Tensor = _SiluAndMulPacked.apply(packed, False, num_rows)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -84,22 +101,31 @@ class _SiluAndMul(torch.autograd.Function):
         return dgate, dup, None
 
 
-class _SiluAndMulPairs(torch.autograd.Function):
+class _SiluAndMulPacked(torch.autograd.Function):
+    """Of one tensor that holds gate and up, which `_gate_and_up` tells apart; its gradient is written once."""
+
     @staticmethod
-    def forward(ctx: Any, pairs: torch.Tensor, num_rows: RowLimit) -> torch.Tensor:
-        ctx.num_rows = num_rows
-        ctx.save_for_backward(pairs)
-        out = torch.empty(pairs.shape[:-1], dtype=pairs.dtype, device=pairs.device)
-        _forward(pairs[..., 0], pairs[..., 1], num_rows, out)
+    def forward(ctx: Any, packed: torch.Tensor, pairs: bool, num_rows: RowLimit) -> torch.Tensor:
+        ctx.pairs, ctx.num_rows = pairs, num_rows
+        ctx.save_for_backward(packed)
+        gate, up = _gate_and_up(packed, pairs)
+        out = torch.empty(gate.shape, dtype=packed.dtype, device=packed.device)
+        _forward(gate, up, num_rows, out)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (pairs,) = ctx.saved_tensors
-        dpairs = torch.empty(pairs.shape, dtype=pairs.dtype, device=pairs.device)
-        _backward(dy, pairs[..., 0], pairs[..., 1], ctx.num_rows, dpairs[..., 0], dpairs[..., 1])
-        return dpairs, None
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (packed,) = ctx.saved_tensors
+        dpacked = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
+        _backward(dy, *_gate_and_up(packed, ctx.pairs), ctx.num_rows, *_gate_and_up(dpacked, ctx.pairs))
+        return dpacked, None, None
+
+
+def _gate_and_up(packed: torch.Tensor, pairs: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of `[..., H, 2]` (pairs) or `[..., 2 H]` (halves)."""
+    gate, up = packed.unbind(-1) if pairs else packed.chunk(2, -1)
+    return gate, up
 
 
 def _forward(gate: torch.Tensor, up: torch.Tensor, num_rows: RowLimit, out: torch.Tensor) -> None:

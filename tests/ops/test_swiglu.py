@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from gtp.errors import GTPValueError
-from gtp.ops import silu_and_mul, silu_and_mul_pairs
+from gtp.ops import silu_and_mul, silu_and_mul_halves, silu_and_mul_pairs
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,6 +80,18 @@ def test_pairs_are_gate_and_up_interleaved():
     assert pairs.grad.is_contiguous()
 
 
+def test_halves_are_gate_then_up():
+    packed, dy = leaf(4, 3, 16, seed=0), leaf(4, 3, 8, seed=1).detach()
+    y = silu_and_mul_halves(packed)
+    y.backward(dy)
+    plain = packed.detach().clone().requires_grad_()
+    gate, up = plain.chunk(2, -1)
+    want = F.silu(gate) * up
+    want.backward(dy)
+    assert torch.equal(y, want)
+    assert torch.equal(packed.grad, plain.grad)
+
+
 def test_gradient_of_a_sum_is_expanded():
     gate, up = leaf(4, 8, seed=0), leaf(4, 8, seed=1)
     silu_and_mul(gate, up).sum().backward()
@@ -121,6 +133,7 @@ def test_empty():
     (lambda: silu_and_mul(torch.ones(2, 3), torch.ones(2, 3).half()), "torch.float16"),
     (lambda: silu_and_mul(torch.ones(2, 3).int(), torch.ones(2, 3).int()), "needs a floating-point tensor"),
     (lambda: silu_and_mul_pairs(torch.ones(2, 3)), r"must be \[..., H, 2\], got \(2, 3\)"),
+    (lambda: silu_and_mul_halves(torch.ones(2, 3)), r"must be \[..., 2 H\], got \(2, 3\)"),
     (lambda: silu_and_mul(torch.ones(2, 3), torch.ones(2, 3), num_rows=-1), "num_rows must be None, an integer >= 0"),
     (lambda: silu_and_mul(torch.ones(2, 3), torch.ones(2, 3), num_rows=True), "got True"),
     (lambda: silu_and_mul(torch.ones(2, 3), torch.ones(2, 3), num_rows=torch.ones(2)), "integer tensor of one element"),
