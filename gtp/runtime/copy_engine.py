@@ -27,7 +27,7 @@ from gtp.runtime.group import Member, WeightGroup
 from gtp.runtime.transport import Transport
 from gtp.runtime.watchdog import Watchdog
 
-MAILBOX_BYTES = 32 << 20
+MAILBOX_BYTES = 64 << 20  # at most: the widest slice of the model may need less
 MAILBOXES = 2
 FLAT_BYTES = 8 << 20  # replicated gradients beyond this go by a collective, which sends less than all to all
 

@@ -11,7 +11,7 @@ import torch
 from gtp.runtime.domain import Domain
 from gtp.runtime.group import WeightGroup
 
-SPLIT_BYTES = 4 << 20  # a gather is worth several streams from here on
+SPLIT_BYTES = 4 << 20  # a gather is worth more than one stream from here on
 
 Copy = tuple[int, int, int, int]
 """Member, offset in its buffer, address at the peer, bytes."""
@@ -55,7 +55,10 @@ class ReducePlan:
 
 
 def plan_gather(domain: Domain, group: WeightGroup, pulls: Sequence[int], local: int) -> GatherPlan:
-    """Deals the copies of a group over streams: peers' shards over `pulls`, this rank's own on `local`."""
+    """Deals the copies of a group over streams: peers' shards over `pulls`, this rank's own on `local`.
+
+    One stream saturates the link to one peer (352 GB/s between two H200s; 343 when its copy is split over two streams).
+    """
     sizes = [m.send.numel() * m.send.element_size() for m in group.members]
 
     def shards_of(rank: int) -> list[Copy]:
@@ -71,12 +74,9 @@ def plan_gather(domain: Domain, group: WeightGroup, pulls: Sequence[int], local:
     if sum(sizes) * len(remote) < SPLIT_BYTES:
         everything = (*chain.from_iterable(remote), *own)
         return GatherPlan(domain, ((pulls[0], everything),) if everything else ())
-    if len(remote) == 1:
-        dealt = [[_piece(copy, lane, len(pulls)) for copy in remote[0]] for lane in range(len(pulls))]
-    else:
-        dealt = [list(chain.from_iterable(remote[lane :: len(pulls)])) for lane in range(len(pulls))]
-    lanes = [*zip(pulls, dealt, strict=True), (local, own)]
-    return GatherPlan(domain, tuple((stream, tuple(c for c in copies if c[3])) for stream, copies in lanes if copies))
+    dealt = [tuple(chain.from_iterable(remote[lane :: len(pulls)])) for lane in range(len(pulls))]
+    lanes = [*zip(pulls, dealt, strict=True), (local, tuple(own))]
+    return GatherPlan(domain, tuple((stream, copies) for stream, copies in lanes if copies))
 
 
 def plan_messages(counts: Sequence[int], dtype: torch.dtype, domain: Domain) -> tuple[tuple[Part, ...], ...]:
@@ -100,11 +100,3 @@ def plan_messages(counts: Sequence[int], dtype: torch.dtype, domain: Domain) -> 
     if parts:
         messages.append(tuple(parts))
     return tuple(messages)
-
-
-def _piece(copy: Copy, index: int, pieces: int) -> Copy:
-    """One of so many parts of a copy, cut where pages begin."""
-    member, offset, source, nbytes = copy
-    cut = nbytes // pieces // 4096 * 4096
-    start = index * cut
-    return member, offset + start, source + start, (nbytes - start if index == pieces - 1 else cut)

@@ -169,7 +169,7 @@ class SimulatedDriver:
 
     # -- Driver --------------------------------------------------------------------------------------------------
 
-    def new_stream(self) -> int:
+    def new_stream(self, *, urgent: bool = True) -> int:
         return self.machine.handle()
 
     def new_event(self) -> int:

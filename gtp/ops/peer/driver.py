@@ -38,8 +38,8 @@ SignalOp = Write | Wait
 class Driver(Protocol):
     """Streams, events and peer memory of one device. Streams and events are raw handles, addresses device pointers."""
 
-    def new_stream(self) -> int:
-        """A high-priority stream that lives as long as the driver."""
+    def new_stream(self, *, urgent: bool = True) -> int:
+        """A stream that lives as long as the driver. Kernels on an urgent one get the next free SM."""
         ...
 
     def new_event(self) -> int:
@@ -145,8 +145,8 @@ class CudaDriver:
         )
         self._capture_info = _function(library, "cuStreamGetCaptureInfo_v2", *[pointer] * 6)
 
-    def new_stream(self) -> int:
-        self._streams.append(torch.cuda.Stream(self.device, priority=-1))
+    def new_stream(self, *, urgent: bool = True) -> int:
+        self._streams.append(torch.cuda.Stream(self.device, priority=-1 if urgent else 0))
         return int(self._streams[-1].cuda_stream)
 
     def new_event(self) -> int:
