@@ -170,7 +170,7 @@ def wgrad_buffers(weights: Sequence[torch.Tensor], rows: int) -> list[torch.Tens
     if buffers is None:
         return [None] * len(weights)
     check_rows(weights, buffers, rows, "grad_buffer")
-    return list(buffers)
+    return cast("list[torch.Tensor | None]", buffers)
 
 
 def write_wgrad(dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None, wide: torch.dtype | None) -> torch.Tensor:
@@ -221,4 +221,6 @@ def _add_to_main_grad(weight: torch.Tensor, wgrad: torch.Tensor) -> torch.Tensor
 
 def as_rows(tensor: torch.Tensor) -> torch.Tensor:
     """`[*, n]` as `[prod(*), n]`; a view where strides allow."""
+    if tensor.dim() == 2:
+        return tensor
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])

@@ -282,7 +282,7 @@ def _stacked(rows: torch.Tensor, full: list[torch.Tensor]) -> torch.Tensor | Non
     It serves bf16 on CUDA from compute capability 9.0 on, for matrices whose rows start at multiples of 16 bytes.
     """
     first = full[0]
-    if not (rows.is_cuda and rows.dtype is torch.bfloat16 and rows.is_contiguous() and len(full) > 1):
+    if not (rows.is_cuda and rows.dtype is torch.bfloat16 and rows.is_contiguous() and rows.numel() and len(full) > 1):
         return None
     if torch.cuda.get_device_capability(rows.device) < (9, 0) or rows.data_ptr() % 16 or first.data_ptr() % 16:
         return None

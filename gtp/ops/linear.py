@@ -125,6 +125,8 @@ def _flattens(x: torch.Tensor) -> bool:
     products if not, which round differently. This op does as torch does, and decides by the shard's `requires_grad`,
     because the full weight's flag is the implementer's business.
     """
+    if x.dim() <= 2 or x.is_contiguous():
+        return True
     shape, stride = x.shape, x.stride()
     return x.numel() == 0 or all(stride[i] == stride[i + 1] * shape[i + 1] for i in range(x.dim() - 2))
 
@@ -180,7 +182,9 @@ class _Linear(torch.autograd.Function):
         if need_x:
             if ctx.batched:
                 dy_rows = dy.reshape(-1, *dy.shape[-2:])
-            dx = input_gradient(weight, dy_rows, ctx.transposed).reshape(ctx.x_shape)
+            dx = input_gradient(weight, dy_rows, ctx.transposed)
+            if len(ctx.x_shape) != 2:
+                dx = dx.view(ctx.x_shape)
         return dx, dweight, dbias, None
 
 

@@ -51,16 +51,14 @@ def materialize_weight_for_forward(weights: Sequence[torch.Tensor]) -> list[torc
     """
     if not is_distributed_weight(weights[0]):
         return list(weights)
-    answer = _leader(weights).materialize_group_for_forward()
-    return _check_full(weights, answer, "materialize_group_for_forward")
+    return _check_full(weights, _leader(weights).materialize_group_for_forward(), "materialize_group_for_forward")
 
 
 def materialize_weight_for_backward(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The full weights of one group, for the dgrad GEMM. As `materialize_weight_for_forward`."""
     if not is_distributed_weight(weights[0]):
         return list(weights)
-    answer = _leader(weights).materialize_group_for_backward()
-    return _check_full(weights, answer, "materialize_group_for_backward")
+    return _check_full(weights, _leader(weights).materialize_group_for_backward(), "materialize_group_for_backward")
 
 
 def weight_grad_buffers(weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
@@ -73,9 +71,11 @@ def weight_grad_buffers(weights: Sequence[torch.Tensor]) -> list[torch.Tensor] |
     """
     if not is_distributed_weight(weights[0]):
         return None
-    buffers = [cast(DistributedWeight, w).grad_buffer() for w in weights]
-    for index, buffer in enumerate(buffers):
-        _check_tensor(weights[index], buffer, "grad_buffer")
+    buffers = []
+    for weight in weights:
+        buffer = cast(DistributedWeight, weight).grad_buffer()
+        _check_tensor(weight, buffer, "grad_buffer")
+        buffers.append(buffer)
     return buffers
 
 
@@ -101,7 +101,8 @@ def finalize_weight_grads(weights: Sequence[torch.Tensor], wgrads: Sequence[torc
         )
     answer = _leader(weights).finalize_group_grads(wgrads[0] if len(wgrads) == 1 else list(wgrads))
     grads = _as_list(answer)
-    _check_count(weights, grads, "finalize_group_grads", "one outcome per weight")
+    if len(grads) != len(weights):
+        raise _wrong_count(weights, grads, "finalize_group_grads", "one outcome per weight")
     for index, grad in enumerate(grads):
         if grad is None:
             continue
@@ -137,41 +138,41 @@ def _as_list(answer: object) -> list[object]:
     return list(answer) if isinstance(answer, (list, tuple)) else [answer]
 
 
-def _check_count(weights: Sequence[torch.Tensor], answer: list[object], call: str, promised: str) -> None:
-    if len(answer) != len(weights):
-        raise ProtocolError(
-            f"{call} of {describe_weight(weights[0])} promised {promised} ({len(weights)}), got {len(answer)}"
-        )
+def _wrong_count(weights: Sequence[torch.Tensor], answer: list[object], call: str, promised: str) -> ProtocolError:
+    return ProtocolError(
+        f"{call} of {describe_weight(weights[0])} promised {promised} ({len(weights)}), got {len(answer)}"
+    )
 
 
 def _check_full(weights: Sequence[torch.Tensor], answer: object, call: str) -> list[torch.Tensor]:
     full = _as_list(answer)
-    _check_count(weights, full, call, "one full weight per weight")
-    for index, tensor in enumerate(full):
-        _check_tensor(weights[index], tensor, call)
+    if len(full) != len(weights):
+        raise _wrong_count(weights, full, call, "one full weight per weight")
+    for weight, tensor in zip(weights, full, strict=True):
+        _check_tensor(weight, tensor, call)
     return cast("list[torch.Tensor]", full)
 
 
 def _check_tensor(weight: torch.Tensor, tensor: object, call: str) -> None:
     """What every full weight and every buffer is: a plain contiguous tensor `[rows, *shard.shape[1:]]`."""
+    if isinstance(tensor, torch.Tensor) and not getattr(tensor, "is_distributed_weight", False):
+        with _plain():
+            shape, shard_shape = tensor.shape, weight.shape
+            if shape[1:] == shard_shape[1:] and len(shape) == len(shard_shape) and tensor.is_contiguous():
+                return
+    raise ProtocolError(f"{call} of {describe_weight(weight)} {_what_is_wrong(weight, tensor)}")
+
+
+def _what_is_wrong(weight: torch.Tensor, tensor: object) -> str:
     if not isinstance(tensor, torch.Tensor):
-        raise ProtocolError(
-            f"{call} of {describe_weight(weight)} must return a torch.Tensor, got {type(tensor).__name__}"
-        )
-    if getattr(tensor, "is_distributed_weight", False):
-        raise ProtocolError(
-            f"{call} of {describe_weight(weight)} returned a {type(tensor).__name__} that is distributed itself; "
-            "a full weight must be a plain tensor"
-        )
+        return f"must return a torch.Tensor, got {type(tensor).__name__}"
+    if is_distributed_weight(tensor):
+        return f"returned a {type(tensor).__name__} that is distributed itself; a full weight must be a plain tensor"
     with _plain():
-        shard_shape, shape, contiguous = weight.shape, tensor.shape, tensor.is_contiguous()
-    if len(shape) != len(shard_shape) or shape[1:] != shard_shape[1:]:
-        raise ProtocolError(
-            f"{call} of {describe_weight(weight)} promised [rows, {', '.join(map(str, shard_shape[1:]))}], got "
-            f"{tuple(shape)}"
-        )
-    if not contiguous:
-        raise ProtocolError(f"{call} of {describe_weight(weight)} must be contiguous, got strides {tensor.stride()}")
+        shape, trailing = tuple(tensor.shape), weight.shape[1:]
+    if len(shape) != len(trailing) + 1 or shape[1:] != trailing:
+        return f"promised [rows, {', '.join(map(str, trailing))}], got {shape}"
+    return f"must be contiguous, got strides {tensor.stride()}"
 
 
 def describe_weight(weight: torch.Tensor) -> str:
