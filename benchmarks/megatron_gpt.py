@@ -4,10 +4,10 @@
     python -m benchmarks.megatron_gpt --device cpu --tiny
 
 Forward and backward under Megatron's DistributedDataParallel, gradients into fp32 `main_grad`, no gradient
-synchronization over replicas and no optimizer, so the unsharded rows communicate nothing. Two layer specs: "local" (plain
-torch) and "te" (Transformer Engine), each against its own unsharded row. Megatron keeps its process groups in globals, so
-variants are built and timed one after the other; each ratio is against the mean of the unsharded runs before and after.
-`losses` are those of the first steps, same seed and data.
+synchronization over replicas and no optimizer, so the unsharded rows communicate nothing. Layer specs: "local" (plain
+torch) and "te" (Transformer Engine), each against its own unsharded row. Megatron keeps its process groups in globals,
+so variants are built and timed one after the other; each ratio is against the mean of the unsharded runs before and
+after. `losses` are those of the first steps, same seed and data.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def compare(
                 "peak_bytes": result["peak"],
                 "losses": result["losses"],
                 "loss_gap": max(gaps),
-            }  # fmt: skip
+            }
         )
     return rows
 
