@@ -89,6 +89,8 @@ def _storages(tensors: Iterable[torch.Tensor], min_bytes: int) -> list[LiveStora
         for tensor in tensors:
             if tensor.device.type == "meta" or tensor.layout != torch.strided:
                 continue
+            if torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python):
+                continue  # a wrapper such as ShardTensor, DTensor or FakeTensor; what it holds is found by itself
             storage = tensor.untyped_storage()
             if storage.nbytes() >= max(min_bytes, 1):
                 key = (tensor.device, storage.data_ptr())

@@ -6,6 +6,8 @@ import gc
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 from gtp.testing.memory import live_bytes, live_full_storages, poisoned_memory, saved_tensors
 
@@ -101,3 +103,13 @@ def test_poisoned_memory_is_put_back_after_an_error() -> None:
         raise KeyError
     assert not torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def test_wrappers_count_by_what_they_hold() -> None:
+    before = len(live_full_storages(MIN_BYTES))
+    wrapper = TwoTensor(big(), big())
+    with FakeTensorMode():
+        fake = torch.empty(1_234_567)
+    assert len(live_full_storages(MIN_BYTES)) == before + 2
+    del wrapper, fake
+    assert len(live_full_storages(MIN_BYTES)) == before
