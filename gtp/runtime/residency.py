@@ -115,8 +115,8 @@ class Gatherer:
         was_open = self._line is not None
         if was_open and self._line != self._capture:
             raise GTPStateError(
-                f"{group.name}: a CUDA graph capture began inside a forward or backward of the model, or ended before it. "
-                "Capture whole steps (forward and backward), or layers outside of any forward"
+                f"{group.name}: a CUDA graph capture began inside a forward or backward of the model, or ended before "
+                "it. Capture whole steps (forward and backward), or layers outside of any forward"
             )
         if was_open:
             self._finish_all()
