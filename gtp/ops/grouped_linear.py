@@ -276,24 +276,26 @@ def _ends(splits: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(list(accumulate(splits)), dtype=torch.int32, device=device)
 
 
+def _grouped_gemm_serves(rows: torch.Tensor) -> bool:
+    """Whether this device has a grouped GEMM for such rows: bf16 on CUDA from compute capability 9.0 on."""
+    return rows.is_cuda and rows.dtype is torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (9, 0)
+
+
 def _stacked(rows: torch.Tensor, full: list[torch.Tensor]) -> torch.Tensor | None:
     """The full weights as one tensor `[experts, out, in]` without a copy, where the grouped GEMM serves; else None.
 
-    It serves bf16 on CUDA from compute capability 9.0 on, for matrices whose rows start at multiples of 16 bytes.
+    It takes matrices whose rows start at multiples of 16 bytes, at one distance from each other.
     """
     first = full[0]
-    if not (rows.is_cuda and rows.dtype is torch.bfloat16 and rows.is_contiguous() and rows.numel() and len(full) > 1):
+    if len(full) < 2 or not rows.numel() or not rows.is_contiguous() or not _grouped_gemm_serves(rows):
         return None
-    if torch.cuda.get_device_capability(rows.device) < (9, 0) or rows.data_ptr() % 16 or first.data_ptr() % 16:
+    if rows.data_ptr() % 16 or first.data_ptr() % 16 or first.shape[0] % 8 or first.shape[1] % 8:
         return None
-    step = full[1].storage_offset() - first.storage_offset()
-    storage = first.untyped_storage().data_ptr()
-    evenly = all(
-        t.is_contiguous()
-        and t.untyped_storage().data_ptr() == storage
-        and t.storage_offset() == first.storage_offset() + i * step
-        for i, t in enumerate(full)
-    )
-    if not evenly or step < first.numel() or step % 8 or first.shape[0] % 8 or first.shape[1] % 8:
+    start, storage = first.storage_offset(), first.untyped_storage().data_ptr()
+    step = full[1].storage_offset() - start
+    if step < first.numel() or step % 8:
         return None
+    for i, weight in enumerate(full):
+        if weight.untyped_storage().data_ptr() != storage or weight.storage_offset() != start + i * step:
+            return None
     return first.as_strided((len(full), *first.shape), (step, *first.stride()))

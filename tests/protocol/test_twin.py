@@ -1,7 +1,7 @@
 """Our protocol and Transformer Engine's are structurally the same: what satisfies one satisfies the other.
 
 Transformer Engine is not installed here. `Twin` is its protocol as the release 2.20.2 declares it (member names and
-arity; docs/protocol.md says where it was read). A new release that changes it must change this list.
+arity). A new release that changes it must change this list.
 """
 
 from __future__ import annotations
