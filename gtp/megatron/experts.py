@@ -85,7 +85,8 @@ def refuse_overlapping_axes(name: str, weight: MegatronGTPWeight) -> None:
         raise GTPValueError(
             f"{name}: an expert weight sharded over ranks {ranks}, while without expert parallelism Megatron reduces "
             f"its gradient like that of dense weights, sharded over {wanted}. Set "
-            "expert_tensor_parallel_num_weight_shards like tensor_parallel_num_weight_shards, or use expert_model_parallel_size above 1"
+            "expert_tensor_parallel_num_weight_shards like tensor_parallel_num_weight_shards, or use "
+            "expert_model_parallel_size above 1"
         )
 
 

@@ -89,10 +89,21 @@ class MegatronGTPWeight(GTPWeight):
         if self._grad_accum_hook is not None:
             self._grad_accum_hook()
 
+    # Gradients and optimizer state stay plain tensors: Megatron's norms, clipping and checkpoints know by
+    # `is_gtp_weight_remat` that they are shards, and add over its own groups.
+
     def set_grad(self, grad: torch.Tensor) -> None:
-        """`weight.grad = grad`, plain: Megatron adds norms of shards over its own groups."""
+        """`weight.grad = grad`, as it is."""
         with _plain():
             self.grad = grad
+
+    def wrap_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        """`weight.grad`, as it is."""
+        return grad
+
+    def local_state(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A new tensor made after the shard, as it is."""
+        return tensor
 
     @classmethod
     def __torch_function__(

@@ -39,6 +39,7 @@ TWO = {
     "mtp_tied": (Case(gtp=2, mtp=2, tied=True), ORDER),
     "padding": (Case(gtp=2, alignment=32), 0.0),
     "experts": (Case(gtp=2, egtp=2, experts=4), ORDER),
+    "hybrid": (Case(gtp=2, hybrid="M*-M-"), 0.0),
 }
 
 FOUR = {
@@ -51,6 +52,7 @@ FOUR = {
     ),
     "tp2_gtp2": (Case(tp=2, gtp=2), 0.0),
     "tp2_gtp2_sp": (Case(tp=2, gtp=2, sequence_parallel=True), ORDER),
+    "tp2_gtp2_hybrid": (Case(tp=2, gtp=2, hybrid="M*-", tied=True), ORDER),
     "cp2_gtp2": (Case(cp=2, gtp=2), ORDER),
     "pp2_gtp2": (Case(pp=2, gtp=2, microbatches=4, tied=True), ORDER),
     "pp2_vpp2_gtp2": (Case(pp=2, vpp=2, layers=4, gtp=2, microbatches=4, overlap_grad=True), ORDER),

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import gtp.megatron
 from gtp.testing.megatron_cpu import megatron_on_cpu
+from tests.megatron import hybrid
 
 VOCAB, SEQ, BATCH = 96, 16, 2
 
@@ -51,6 +52,7 @@ class Case:
     bias: bool = False
     recompute: str | None = None
     mla: bool = False
+    hybrid: str | None = None  # layers of a HybridModel: M Mamba, * attention, - MLP
     bf16: bool = False
     cpu_init: bool = True
     # training
@@ -170,7 +172,7 @@ def environment(case: Case) -> Iterator[None]:
 
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    with megatron_on_cpu():
+    with megatron_on_cpu(), hybrid.without_kernels():
         initialize(case)
         gtp.megatron.install(gtp.GTPConfig(alignment=case.alignment))
         try:
@@ -290,9 +292,12 @@ def model_config(case: Case) -> Any:
             "v_head_dim": 8,
             "qk_layernorm": True,
         }
+    if case.hybrid is not None:
+        options |= {"is_hybrid_model": True, "mamba_state_dim": 8, "mamba_head_dim": 8, "mamba_num_groups": 2}
+        options |= {"use_mamba_mem_eff_path": False}
     dtype = torch.bfloat16 if case.bf16 else torch.float32
     return kind(
-        num_layers=case.layers,
+        num_layers=len(case.hybrid) if case.hybrid is not None else case.layers,
         hidden_size=case.hidden,
         ffn_hidden_size=40,
         num_attention_heads=4,
@@ -323,6 +328,8 @@ def model_config(case: Case) -> Any:
 
 def bare_models(case: Case, config: Any) -> list[Any]:
     """The model, or its chunks under interleaved pipelining."""
+    if case.hybrid is not None:
+        return [hybrid_model(case, config)]
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
@@ -364,6 +371,21 @@ def bare_models(case: Case, config: Any) -> list[Any]:
             )
         )
     return models
+
+
+def hybrid_model(case: Case, config: Any) -> Any:
+    """A HybridModel on one pipeline stage."""
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    return HybridModel(
+        config=config,
+        hybrid_stack_spec=hybrid.stack_spec(),
+        vocab_size=VOCAB,
+        max_sequence_length=SEQ,
+        hybrid_layer_pattern=case.hybrid,
+        share_embeddings_and_output_weights=case.tied,
+        position_embedding_type="rope",
+    )
 
 
 class SequenceParallelRMSNorm(torch.nn.RMSNorm):
