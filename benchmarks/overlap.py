@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+import gtp
 from benchmarks import common, step
 from benchmarks.models import LLAMA, TINY
 
@@ -205,7 +206,7 @@ def main() -> None:
     parser = common.parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--impls", default="gtp copy_engine")
     parser.add_argument("--tokens", default="4096,2048,1024")
-    parser.add_argument("--reduce-sms", type=int, default=16)
+    parser.add_argument("--reduce-sms", type=int, default=gtp.GTPConfig().reduce_sms)
     parser.add_argument("--prefetch-mb", type=int, default=None)
     parser.add_argument("--no-graphs", action="store_true")
     args = parser.parse_args()

@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("--tokens", default=None, help="comma-separated tokens per rank")
     parser.add_argument("--layers", type=int, default=None)
     parser.add_argument("--iterations", type=int, default=2, help="steps per sample")
-    parser.add_argument("--reduce-sms", type=int, default=16)
+    parser.add_argument("--reduce-sms", type=int, default=gtp.GTPConfig().reduce_sms)
     parser.add_argument("--prefetch-mb", type=int, default=None)
     parser.add_argument("--no-graphs", action="store_true")
     common.launch(run, parser.parse_args())

@@ -54,7 +54,7 @@ class CopyEngineTransport(Transport):
         self,
         device: torch.device,
         *,
-        reduce_sms: int = 16,
+        reduce_sms: int = 32,
         peer_timeout: float = 600.0,
         driver: Driver | None = None,
         make_arena: ArenaFactory | None = None,

@@ -43,8 +43,9 @@ def interpreted_cases() -> int:
             into = torch.randn(count).to(into_dtype)
             parts = [own if r == rank else received[r - (r > rank), :count] for r in range(size)]
             wanted = reference(into, parts, divisor, accumulate, torch.float32)
-            constants = (rank, size, accumulate, divisor != 1, tl.float32, True, 256, 0)
-            fused_add_kernel[(3,)](into, own, received, stride, count, float(divisor), *constants)
+            constants = (rank, size, accumulate, divisor == 2, divisor == 3, tl.float32, True, 256, 0)
+            factor = 0.5 if divisor == 2 else float(divisor)
+            fused_add_kernel[(3,)](into, own, received, stride, count, factor, *constants)
             # NumPy casts to bf16 by cutting off, so the interpreter may be one unit in the last place low there
             exact = into_dtype != torch.bfloat16
             near = torch.allclose(into.float(), wanted.float(), rtol=0 if exact else 2**-7, atol=0)

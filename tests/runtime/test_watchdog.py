@@ -1,0 +1,70 @@
+"""When the watchdog gives up on a rank: only if a wait stays marked and nothing of this rank moves."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+import pytest
+
+from gtp.runtime.watchdog import _watch
+
+
+class Waits:
+    """A rank whose state follows a script of time."""
+
+    interval = 0.005
+
+    def __init__(self, timeout: float, script: Callable[[float], tuple[int, ...]]) -> None:
+        self.timeout = timeout
+        self._script = script
+        self._begin = time.monotonic()
+        self.gave_up: tuple[float, tuple[int, ...]] | None = None
+
+    def state(self) -> tuple[int, ...]:
+        return self._script(time.monotonic() - self._begin)
+
+    def give_up(self, sites: tuple[int, ...]) -> None:
+        self.gave_up = (time.monotonic() - self._begin, sites)
+
+
+def watch(waits: Waits, seconds: float) -> tuple[float, tuple[int, ...]] | None:
+    stopped = threading.Event()
+    thread = threading.Thread(target=_watch, args=(weakref.ref(waits), stopped))
+    thread.start()
+    thread.join(seconds)
+    stopped.set()
+    thread.join()
+    return waits.gave_up
+
+
+def test_a_wait_that_lasts_is_given_up_with_its_sites() -> None:
+    gave_up = watch(Waits(0.2, lambda t: (5, 3, 8)), 2.0)
+    assert gave_up is not None
+    assert gave_up[0] > 0.2
+    assert gave_up[1] == (3, 8)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        lambda t: (5,),  # idle for ever
+        lambda t: (int(t / 0.1), 3),  # always found waiting, but lines come and go
+        lambda t: (5, 3) if int(t / 0.1) % 2 else (5, 4),  # waits here and there
+        lambda t: (5, 3) if t < 0.2 else (5,),  # the rank came
+    ],
+    ids=["idle", "lines", "sites", "late"],
+)
+def test_progress_of_any_kind_counts(script: Callable[[float], tuple[int, ...]]) -> None:
+    assert watch(Waits(0.3, script), 0.8) is None
+
+
+def test_the_thread_ends_with_its_transport() -> None:
+    waits = Waits(10.0, lambda t: (0,))
+    thread = threading.Thread(target=_watch, args=(weakref.ref(waits), threading.Event()))
+    thread.start()
+    del waits
+    thread.join(2.0)
+    assert not thread.is_alive()
