@@ -25,38 +25,14 @@ from torch.utils.checkpoint import checkpoint
 from gtp.modules import GroupedLinear, LayerNormLinear, Linear
 from gtp.protocol import (
     DistributedWeight,
-    finalize_weight_grads,
     is_distributed_weight,
     materialize_weight_for_backward,
     materialize_weight_for_forward,
     weight_grad_buffers,
 )
+from gtp.testing.conformance_case import Case, ModuleForward, assert_same, finalize_only, on_no_rows
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
-ModuleForward = Callable[[nn.Module, torch.Tensor], torch.Tensor]
-
-
-@dataclasses.dataclass
-class Case:
-    """One module twice: over the implementer's weights, and plain.
-
-    Attributes:
-        name: For messages.
-        module: With the implementer's weights.
-        plain: The same with plain ones.
-        forward: Runs either.
-        weights: Names of the weights of the group, leader first.
-    """
-
-    name: str
-    module: nn.Module
-    plain: nn.Module
-    forward: ModuleForward
-    weights: list[str]
-
-    def parameter(self, name: str) -> torch.Tensor:
-        """The parameter of this name in `module`."""
-        return cast(torch.Tensor, self.module._parameters[name])
 
 
 class DistributedWeightConformance:
@@ -136,21 +112,21 @@ class DistributedWeightConformance:
         weight = self.make_weight(full, True)
         for materialize in (materialize_weight_for_forward, materialize_weight_for_backward):
             (got,) = materialize([weight])
-            _same(got.detach(), full, materialize.__name__)
+            assert_same(got.detach(), full, materialize.__name__)
 
     def test_materialize_may_be_repeated_and_left_unused(self) -> None:
         full = self._full()
         weight = self.make_weight(full, True)
         held = [materialize_weight_for_forward([weight])[0] for _ in range(3)]
         for again in held:
-            _same(again.detach(), full, "a full weight that is held")
+            assert_same(again.detach(), full, "a full weight that is held")
 
     def test_materialize_gives_a_group_in_order(self) -> None:
         fulls = self._fulls()
         group = self.make_group(fulls, True)
         for materialize in (materialize_weight_for_forward, materialize_weight_for_backward):
             for got, full in zip(materialize(group), fulls, strict=True):
-                _same(got.detach(), full, materialize.__name__)
+                assert_same(got.detach(), full, materialize.__name__)
 
     def test_grad_buffers_are_full_and_apart(self) -> None:
         buffers = weight_grad_buffers(self._group())
@@ -166,7 +142,7 @@ class DistributedWeightConformance:
         # Callers may compute the wgrad in memory of their own, and let go of it at once.
         weight, wgrad = self._weight(), self._random(self.rows, self.features)
         x = torch.ones(1, device=self.device, requires_grad=True)
-        _finalize_only(x, weight, wgrad).sum().backward()
+        finalize_only(x, weight, wgrad).sum().backward()
         self._check_gradient(weight, [wgrad], "a wgrad in the caller's memory")
 
     # -- through modules ---------------------------------------------------------------------------------------
@@ -192,7 +168,7 @@ class DistributedWeightConformance:
 
     def test_no_rows(self) -> None:
         for case in self._cases():
-            self._step(dataclasses.replace(case, forward=_on_no_rows(case.forward)))
+            self._step(dataclasses.replace(case, forward=on_no_rows(case.forward)))
 
     def test_used_twice_in_one_backward(self) -> None:
         for case in self._cases():
@@ -251,16 +227,16 @@ class DistributedWeightConformance:
         ys = [around(lambda x: case.forward(case.module, x), x) for x in xs]
         plain_ys = [case.forward(case.plain, x) for x in plain_xs]
         for y, plain in zip(ys, plain_ys, strict=True):
-            _same(y.detach(), plain.detach(), f"{case.name}: output")
+            assert_same(y.detach(), plain.detach(), f"{case.name}: output")
         self._loss(ys).backward()
         self._loss(plain_ys).backward()
         if input_grad:
             for x, plain in zip(xs, plain_xs, strict=True):
-                _same(x.grad, plain.grad, f"{case.name}: gradient of the input")
+                assert_same(x.grad, plain.grad, f"{case.name}: gradient of the input")
         wgrads = [self._plain_wgrads(case, i) for i in range(uses)]
         for name, parameter in case.plain.named_parameters():
             if name not in case.weights:
-                _same(case.parameter(name).grad, parameter.grad, f"{case.name}.{name}: gradient")
+                assert_same(case.parameter(name).grad, parameter.grad, f"{case.name}.{name}: gradient")
             elif not frozen:
                 self._check_gradient(case.parameter(name), [w[name] for w in wgrads], f"{case.name}.{name}")
         if frozen:
@@ -282,7 +258,7 @@ class DistributedWeightConformance:
             with mode():
                 y = case.forward(case.module, self._input(0))
             assert not y.requires_grad
-            _same(y, case.forward(case.plain, self._input(0)).detach(), f"{case.name}: output")
+            assert_same(y, case.forward(case.plain, self._input(0)).detach(), f"{case.name}: output")
             self._check_no_gradient(case)
             self._step(case)
 
@@ -297,7 +273,7 @@ class DistributedWeightConformance:
         expected = self.expected_gradient(wgrads[0])
         for wgrad in wgrads[1:]:
             expected = expected + self.expected_gradient(wgrad)
-        _same(got, expected, f"{what}: gradient of the shard")
+        assert_same(got, expected, f"{what}: gradient of the shard")
 
     def _plain_wgrads(self, case: Case, index: int) -> dict[str, torch.Tensor]:
         """The full wgrads of one use, by torch's autograd."""
@@ -385,34 +361,3 @@ class DistributedWeightConformance:
     def _random(self, *shape: int, seed: int = 0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(*shape, generator=generator).to(self.device, self.dtype)
-
-
-class _FinalizeOnly(torch.autograd.Function):
-    """y = x; in backward the weight gets a given wgrad, in memory that nobody holds afterwards."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, wgrad: torch.Tensor) -> torch.Tensor:
-        ctx.weight, ctx.wgrad = weight, wgrad
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        own = ctx.wgrad.clone()
-        (grad,) = finalize_weight_grads([ctx.weight], [own])
-        return dy, grad, None
-
-
-_finalize_only = cast(Callable[..., torch.Tensor], _FinalizeOnly.apply)
-
-
-def _on_no_rows(forward: ModuleForward) -> ModuleForward:
-    return lambda module, x: forward(module, x[:0])
-
-
-def _same(got: torch.Tensor | None, wanted: torch.Tensor | None, what: str) -> None:
-    assert got is not None, f"{what}: missing"
-    assert wanted is not None, f"{what}: not expected"
-    assert got.shape == wanted.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(wanted.shape)}"
-    if not torch.equal(got.to(wanted.dtype), wanted):
-        worst = (got.double() - wanted.double()).abs().max().item()
-        raise AssertionError(f"{what}: differs by up to {worst} from what plain weights give")
