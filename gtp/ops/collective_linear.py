@@ -169,7 +169,7 @@ class LinearReduceScatter(torch.autograd.Function):
         needs_dw = is_wanted(ctx, 1)
         x_shard_k, [weight] = _kept(ctx, check=needs_dx)
         dx = dw = db = None
-        with backend.gather(dy_shard_m.contiguous()) as gathering:
+        with backend.gather(dy_shard_m.contiguous(), whole=needs_dw or needs_db) as gathering:
             # see [Note: wgrad first]
             if needs_dx and backend.gathers_under_matmul:
                 dx = gathering.matmul([Factor(backward_matrix(weight, dy_shard_m))])[0]
@@ -308,7 +308,7 @@ def _gather_forward(
     keep: bool,
 ) -> tuple[list[torch.Tensor], _Optional]:
     """Outputs `[M, N_i/R]` and, if `keep`, the saved slice `[K/R, M]`."""
-    with backend.gather(x_shard_m.contiguous()) as gathering:
+    with backend.gather(x_shard_m.contiguous(), whole=keep) as gathering:
         # each weight leads a group of its own; their gathers and the activation's are under way together
         matrices = [forward_matrix(weight, x_shard_m, autocast) for weight in weights]
         ys = gathering.matmul([Factor(w.t(), bias) for w, bias in zip(matrices, biases, strict=True)])
@@ -333,7 +333,7 @@ def _gather_backward(
         if dy is not None and needs_dw[i]
     ]
     if wanted:
-        with backend.gather(x_shard_k_t) as gathering:
+        with backend.gather(x_shard_k_t, whole=False) as gathering:
             gathering.matmul([Factor(dy, out=target.matrix.t()) for _, dy, target in wanted])
         for i, _, target in wanted:
             dweights[i] = target.finish()

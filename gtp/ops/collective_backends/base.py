@@ -41,7 +41,10 @@ class Gathering(abc.ABC):
 
     @abc.abstractmethod
     def full(self) -> torch.Tensor:
-        """The gathered rows `[M, K]`, to be read inside the `with` block only, in the order of the current stream."""
+        """The gathered rows `[M, K]`, to be read inside the `with` block only, in the order of the current stream.
+
+        Only of a gathering that was started with `whole=True`.
+        """
 
 
 class GemmBackend(abc.ABC):
@@ -70,11 +73,12 @@ class GemmBackend(abc.ABC):
         self._agreement = None if process_group is None else Agreement(process_group, every_call=debug)
 
     @abc.abstractmethod
-    def gather(self, rows: torch.Tensor) -> AbstractContextManager[Gathering]:
+    def gather(self, rows: torch.Tensor, *, whole: bool) -> AbstractContextManager[Gathering]:
         """Starts gathering every rank's rows.
 
         Args:
             rows: `[M/R, K]`, contiguous. Not written before the block ends.
+            whole: Whether `Gathering.full` will be asked for.
         """
 
     @abc.abstractmethod

@@ -23,7 +23,7 @@ class CollectiveBackend(GemmBackend):
     gathers_under_matmul = False
 
     @contextmanager
-    def gather(self, rows: torch.Tensor) -> Iterator[Gathering]:
+    def gather(self, rows: torch.Tensor, *, whole: bool) -> Iterator[Gathering]:
         gathering = self._start(rows)
         yield gathering
         gathering.full()  # nothing may stay in flight, even if nobody read it
@@ -37,12 +37,12 @@ class CollectiveBackend(GemmBackend):
             dist.reduce_scatter_tensor(out, partial, op=dist.ReduceOp.SUM, group=self.process_group)
         return out
 
-    def _start(self, rows: torch.Tensor) -> _Gathering:
+    def _start(self, rows: torch.Tensor) -> Gathered:
         self.agree(f"gather {tuple(rows.shape)} {rows.dtype}")
         full = rows.new_empty(self.size * rows.shape[0], rows.shape[1])
         if not rows.numel():
-            return _Gathering(full, None)
-        return _Gathering(full, dist.all_gather_into_tensor(full, rows, group=self.process_group, async_op=True))
+            return Gathered(full, None)
+        return Gathered(full, dist.all_gather_into_tensor(full, rows, group=self.process_group, async_op=True))
 
 
 class SingleRankBackend(GemmBackend):
@@ -55,14 +55,21 @@ class SingleRankBackend(GemmBackend):
         super().__init__(None)
 
     @contextmanager
-    def gather(self, rows: torch.Tensor) -> Iterator[Gathering]:
-        yield _Gathering(rows, None)
+    def gather(self, rows: torch.Tensor, *, whole: bool) -> Iterator[Gathering]:
+        yield Gathered(rows, None)
 
     def matmul_reduce_scatter(self, products: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         return sum_of_products(products)
 
 
-class _Gathering(Gathering):
+class Gathered(Gathering):
+    """Rows that are there, or on their way by a collective.
+
+    Args:
+        full: `[M, K]`.
+        work: What to wait for before they are read.
+    """
+
     def __init__(self, full: torch.Tensor, work: dist.Work | None) -> None:
         self._full = full
         self._work = work

@@ -1,0 +1,106 @@
+"""`Workspace`: the peer memory of `CopyEngineBackend`. Two slots that take turns, each with flags for every peer.
+
+A slot holds one block of rows per rank: gathered rows, or the products that peers sent for this rank's rows. While one
+slot is read, peers may already fill the other. Flags are those of [Note: signals that replay]: a sender fills its block
+in a peer's slot only after that peer has released it, so nothing is ever overwritten before it was read, and a graph's
+replays need no counters. Blocks are cut into as many chunks as there are copy streams; each chunk has flags of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gtp.ops.peer import WORD, Arena, Driver, Handshake, aligned
+
+SLOTS = 2
+CHUNKS = 2
+
+ArenaFactory = Callable[[int, dist.ProcessGroup], Arena]
+"""Makes zeroed memory of a size in bytes on every rank of a group. Collective."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slot:
+    """One of the two halves of the workspace.
+
+    Attributes:
+        local: This rank's memory, uint8 `[capacity]`.
+        pointers: Per rank, the address of this slot in its memory as mapped here.
+        reclaim: Per chunk and peer, a batch that waits until the peer has released this rank's block over there.
+        post: Per chunk and peer, a batch that tells the peer that its block from this rank is there.
+        arrived: Per tuple of chunks and peer, a batch that waits for these chunks of the peer's block.
+        release: Per number of chunks in use, a batch that tells all peers that their blocks were read.
+    """
+
+    local: torch.Tensor
+    pointers: tuple[int, ...]
+    reclaim: tuple[dict[int, Any], ...]
+    post: tuple[dict[int, Any], ...]
+    arrived: dict[tuple[int, ...], dict[int, Any]]
+    release: dict[int, Any]
+
+    def blocks(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The blocks of all ranks as one tensor `[ranks, *block]`."""
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        return self.local[:nbytes].view(dtype).view(shape)
+
+
+class Workspace:
+    """Peer memory of one size. Making one is collective.
+
+    Args:
+        driver: Prepares signals.
+        process_group: The group.
+        capacity: Bytes of a slot.
+        make_arena: Allocates.
+    """
+
+    def __init__(
+        self, driver: Driver, process_group: dist.ProcessGroup, capacity: int, make_arena: ArenaFactory
+    ) -> None:
+        self.rank: int = process_group.rank()
+        self.size: int = process_group.size()
+        self.capacity = aligned(capacity)
+        self.captured = False  # whether some CUDA graph has its addresses
+        self._turn = 0
+        words = Handshake.words_needed(self.size)
+        flags = aligned(SLOTS * CHUNKS * words * WORD)
+        self.arena = make_arena(flags + SLOTS * self.capacity, process_group)
+        self._flags = self.arena.local[: SLOTS * CHUNKS * words * WORD].view(torch.int32)
+        # every block is free: the `empty` words, which follow the `full` ones, start at 1
+        self._flags.view(SLOTS * CHUNKS, 2, self.size)[:, 1].fill_(1)
+        self._slots = tuple(self._slot(driver, index, flags + index * self.capacity) for index in range(SLOTS))
+
+    def next_slot(self) -> Slot:
+        """In turns, which all ranks take alike, because they run the same operations."""
+        self._turn += 1
+        return self._slots[self._turn % SLOTS]
+
+    def _slot(self, driver: Driver, index: int, offset: int) -> Slot:
+        words = Handshake.words_needed(self.size) * WORD
+        hands = [
+            Handshake(driver, self.rank, [p + (index * CHUNKS + chunk) * words for p in self.arena.pointers])
+            for chunk in range(CHUNKS)
+        ]
+        peers = hands[0].peers
+
+        def waits(chunks: tuple[int, ...]) -> dict[int, Any]:
+            return {p: driver.batch([op for c in chunks for op in hands[c].await_ops([p])]) for p in peers}
+
+        in_use = [tuple(range(count)) for count in range(1, CHUNKS + 1)]
+        return Slot(
+            local=self.arena.local[offset : offset + self.capacity],
+            pointers=tuple(p + offset for p in self.arena.pointers),
+            reclaim=tuple({p: driver.batch(h.reclaim_ops([p])) for p in peers} for h in hands),
+            post=tuple({p: driver.batch(h.post_ops([p])) for p in peers} for h in hands),
+            arrived={chunks: waits(chunks) for chunks in {*in_use, *((c,) for c in range(CHUNKS))}},
+            release={
+                len(chunks): driver.batch([op for c in chunks for op in hands[c].release_ops(peers)])
+                for chunks in in_use
+            },
+        )

@@ -1,0 +1,327 @@
+"""The copy-engine backend without a GPU: every rank's streams are simulated and run in random order.
+
+What luck hides on a GPU is searched for here: rows read before they came, a slot filled while it is read, a lost
+signal, a deadlock, work that a capture leaves unjoined. `test_collective_gpu.py` runs the same on real streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gtp.errors import GTPStateError
+from gtp.ops.collective_backends import Factor, copy_engine
+from gtp.ops.collective_backends.copy_engine import CopyEngineBackend
+from gtp.ops.peer import Handshake
+from tests.runtime.simulated_streams import Deadlock, FakeGroup, Graph, Machine, SimulatedDriver
+
+CPU = torch.device("cpu")
+
+
+def integers(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+class Ranks:
+    """Simulated ranks with a backend each. Queue operations rank by rank, then `machine.run`.
+
+    Device work of the backend is queued on the rank's simulated stream instead of being done; results are checked when
+    everything has run.
+    """
+
+    def __init__(self, size: int, *, serial: bool = False) -> None:
+        self.size = size
+        self.machine = Machine(size, serial=serial)
+        self.drivers = [SimulatedDriver(self.machine, rank) for rank in range(size)]
+        self.backends = []
+        for rank, driver in enumerate(self.drivers):
+            group = FakeGroup("tp", range(size), rank)
+            backend = CopyEngineBackend(group, CPU, driver=driver, make_arena=driver.make_arena)  # type: ignore[arg-type]
+            backend._agreement = None  # there is no store
+            self.backends.append(backend)
+        self.alive: list[torch.Tensor] = []  # a stream-ordered allocator would keep what queued work reads
+        self.checks: list[Callable[[], None]] = []
+
+    @contextmanager
+    def on(self, rank: int) -> Iterator[CopyEngineBackend]:
+        """Inside, device work is this rank's."""
+        driver = self.drivers[rank]
+        new_empty = torch.Tensor.new_empty
+
+        def queued(real: Callable[..., Any]) -> Callable[..., None]:
+            def call(*args: Any, **kwargs: Any) -> None:
+                self.alive += [t for t in args if isinstance(t, torch.Tensor)]
+                driver.compute(lambda: real(*args, **kwargs), real.__name__)
+
+            return call
+
+        def kept(t: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            fresh = new_empty(t, *args, **kwargs).fill_(float("nan"))
+            self.alive += [t, fresh]
+            return fresh
+
+        names = ("multiply", "sum_of_products", "add_product", "add_blocks")
+        patches = [mock.patch.object(copy_engine, name, queued(getattr(copy_engine, name))) for name in names]
+        with patches[0], patches[1], patches[2], patches[3], mock.patch.object(torch.Tensor, "new_empty", kept):
+            yield self.backends[rank]
+
+    def copy(self, rank: int, source: torch.Tensor) -> torch.Tensor:
+        """A copy of what `source` holds when the rank's stream gets there, then scribbles over it."""
+        held = torch.full_like(source, float("nan"))
+        self.alive.append(source)
+        self.drivers[rank].compute(lambda: held.copy_(source), "look")
+        return held
+
+    def gather(
+        self, seed: int, rows: int, k: int, widths: Sequence[int], *, whole: bool, multiply: bool = True
+    ) -> None:
+        """Queues one gather on every rank, and what it must give."""
+        shards = [integers(rows, k, seed=100 * seed + rank) for rank in range(self.size)]
+        full = torch.cat(shards)
+        for rank in range(self.size):
+            matrices = [integers(k, n, seed=100 * seed + 50 + rank + i) for i, n in enumerate(widths)]
+            mine = shards[rank].clone()
+            self.alive += [mine, *matrices]
+            with self.on(rank) as backend, backend.gather(mine, whole=whole) as gathering:
+                # one result where it falls, the others in columns of a wider tensor, as wgrads do
+                outs = [None if i == 0 else torch.full((n, rows * self.size), 7.0).t() for i, n in enumerate(widths)]
+                factors = [Factor(m, out=o) for m, o in zip(matrices, outs, strict=True)]
+                products = gathering.matmul(factors) if multiply else []
+                seen = self.copy(rank, gathering.full()) if whole else None
+            # what this rank does to its operand afterwards must not reach anybody
+            self.drivers[rank].compute(lambda mine=mine: mine.fill_(float("nan")), "reuse")
+            for product, matrix in zip(products, matrices, strict=bool(products)):
+                held = self.copy(rank, product)
+                self.checks.append(lambda held=held, want=full @ matrix: _same(held, want))
+            if seen is not None:
+                self.checks.append(lambda seen=seen: _same(seen, full))
+
+    def scatter(self, seed: int, rows: int, n: int, inner: Sequence[int]) -> None:
+        """Queues one reduce-scatter on every rank."""
+        operands = [
+            [
+                (integers(rows * self.size, k, seed=9 * seed + r), integers(k, n, seed=9 * seed + 5 + r + k))
+                for k in inner
+            ]
+            for r in range(self.size)
+        ]
+        total = sum(a @ b for products in operands for a, b in products)
+        for rank in range(self.size):
+            products = [(a.clone(), b.clone()) for a, b in operands[rank]]
+            with self.on(rank) as backend:
+                out = backend.matmul_reduce_scatter(products)
+            held = self.copy(rank, out)
+            want = total[rank * rows : (rank + 1) * rows]
+            self.checks.append(lambda held=held, want=want: _same(held, want))
+
+    def finish(self, seed: int) -> None:
+        self.machine.run(seed)
+        for check in self.checks:
+            check()
+        self.checks.clear()
+
+
+def _same(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert torch.equal(got, want)
+
+
+@contextmanager
+def sizes(*, split: bool, chunks: bool) -> Iterator[None]:
+    """Whether operations count as large enough to be cut by rank, and into chunks."""
+    with (
+        mock.patch.object(copy_engine, "_TILE", 1 if split else 1 << 40),
+        mock.patch.object(copy_engine, "_TWO_STREAMS", 1 if chunks else 1 << 40),
+    ):
+        yield
+
+
+def program(ranks: Ranks, seed: int = 0) -> None:
+    """A layer forward and backward, and odd shapes; more operations than there are slots."""
+    ranks.gather(seed + 1, 4, 6, [5], whole=True)
+    ranks.scatter(seed + 2, 3, 7, [4])
+    ranks.gather(seed + 3, 1, 3, [2, 4], whole=False)
+    ranks.gather(seed + 4, 2, 5, [3], whole=True, multiply=False)
+    ranks.scatter(seed + 5, 1, 2, [3, 1, 2])
+    ranks.scatter(seed + 6, 5, 4, [2, 2])
+    ranks.gather(seed + 7, 3, 4, [3, 3, 1], whole=True)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("chunks", [False, True])
+@settings(max_examples=15)
+@given(seed=st.integers(0, 1 << 30))
+def test_any_order_of_events_gives_the_products(size, split, chunks, seed):
+    with sizes(split=split, chunks=chunks):
+        ranks = Ranks(size)
+        for backend in ranks.backends:
+            backend.reserve(4 * 5 * 6 * 7 * 4)
+        program(ranks)
+        program(ranks, 20)
+        ranks.finish(seed)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("chunks", [False, True])
+def test_one_hardware_queue_per_rank_does_not_deadlock(size, chunks):
+    """The other extreme: each rank runs strictly in the order of queueing."""
+    with sizes(split=True, chunks=chunks):
+        ranks = Ranks(size, serial=True)
+        program(ranks)
+        program(ranks, 20)
+        ranks.finish(0)
+
+
+def test_the_workspace_grows_and_what_is_in_flight_survives():
+    with sizes(split=True, chunks=True):
+        ranks = Ranks(2)
+        ranks.gather(1, 2, 2, [3], whole=True)
+        first = [b._workspace for b in ranks.backends]
+        ranks.finish(0)
+        ranks.gather(2, 40, 20, [3], whole=True)
+        ranks.scatter(3, 2, 2, [3])
+        ranks.finish(1)
+        assert all(b._workspace is not w for b, w in zip(ranks.backends, first, strict=True))
+        assert ranks.backends[0]._kept == []  # no graph used it
+        with pytest.raises(GTPStateError, match="a collective GEMM was started inside another one"):
+            nested(ranks)
+
+
+def nested(ranks: Ranks) -> None:
+    with ranks.on(0) as backend, backend.gather(torch.ones(2, 2), whole=False):
+        backend.matmul_reduce_scatter([(torch.ones(4, 2), torch.ones(2, 2))])
+
+
+def capture(ranks: Ranks, queue: Callable[[], None]) -> list[Graph]:
+    for driver in ranks.drivers:
+        driver.begin_capture()
+    queue()
+    return [driver.end_capture() for driver in ranks.drivers]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("serial", [False, True])
+@pytest.mark.parametrize("chunks", [False, True])
+@settings(max_examples=15)
+@given(seed=st.integers(0, 1 << 30), between=st.lists(st.booleans(), min_size=2, max_size=5))
+def test_graphs_and_eager_code_take_turns(size, serial, chunks, seed, between):
+    """A graph replayed several times, eager operations in between: no value is baked in that a replay would trip over,
+    nothing captured is left unjoined. Checks of captured operations look at the last replay."""
+    with sizes(split=True, chunks=chunks):
+        ranks = Ranks(size, serial=serial)
+        program(ranks)  # warm-up
+        ranks.finish(seed)
+
+        def captured() -> None:
+            ranks.gather(31, 4, 6, [5], whole=True)
+            ranks.scatter(32, 3, 7, [4, 2])
+            ranks.gather(33, 2, 6, [5], whole=False)
+
+        graphs = capture(ranks, captured)
+        # operands of a replay are what they were at the capture: undo the scribbling of the one before
+        shards = [t for t in ranks.alive if t.shape in ((4, 6), (2, 6))]
+        before = [t.clone() for t in shards]
+        checks, ranks.checks = ranks.checks, []
+        for eager in between:
+            for rank, driver in enumerate(ranks.drivers):
+                if rank == 0:
+                    driver.compute(lambda: None)
+                driver.replay(graphs[rank], seed)
+            if eager:
+                program(ranks, 40)
+            ranks.machine.run(seed + 1)
+            for check in [*checks, *ranks.checks]:
+                check()
+            ranks.checks.clear()
+            for t, value in zip(shards, before, strict=True):
+                t.copy_(value)
+
+
+def test_a_capture_that_would_grow_the_workspace_is_refused():
+    ranks = Ranks(2)
+    ranks.gather(1, 2, 2, [3], whole=True)
+    ranks.finish(0)
+    driver = ranks.drivers[0]
+    driver.begin_capture()
+    with (
+        ranks.on(0) as backend,
+        pytest.raises(GTPStateError, match="Run forward and backward once at the largest size"),
+    ):
+        backend.matmul_reduce_scatter([(torch.ones(400, 2), torch.ones(2, 2))])
+
+
+def test_c77_graphs_stay_right_when_the_workspace_grows_after_their_capture():
+    """Their memory is kept; a larger eager call uses new memory."""
+    with sizes(split=True, chunks=True):
+        ranks = Ranks(2)
+        ranks.scatter(1, 3, 4, [2])
+        ranks.finish(0)
+        graphs = capture(ranks, lambda: ranks.scatter(2, 3, 4, [2]))
+        checks, ranks.checks = ranks.checks, []
+        old = [b._workspace for b in ranks.backends]
+        ranks.gather(3, 40, 20, [3], whole=True)
+        assert [b._kept for b in ranks.backends] == [[w] for w in old]
+        for turn in range(3):
+            for driver, graph in zip(ranks.drivers, graphs, strict=True):
+                driver.replay(graph)
+            ranks.scatter(4 + turn, 6, 20, [3])
+            ranks.finish(turn)
+            for check in checks:
+                check()
+
+
+def test_an_error_inside_leaves_the_protocol_whole():
+    """A user's error in every rank's block: the next operations are right."""
+    with sizes(split=True, chunks=True):
+        ranks = Ranks(2)
+        for rank in range(2):
+            shard = torch.ones(2, 2)
+            ranks.alive.append(shard)
+            with ranks.on(rank) as backend, pytest.raises(ValueError, match="mine"), backend.gather(shard, whole=True):
+                raise ValueError("mine")
+        program(ranks)
+        ranks.finish(0)
+
+
+def test_full_rows_must_be_announced():
+    ranks = Ranks(2)
+    with ranks.on(0) as backend, backend.gather(torch.ones(2, 2), whole=False) as gathering:
+        with pytest.raises(GTPStateError, match="was not started with whole=True"):
+            gathering.full()
+
+
+# --- the tests can fail
+
+
+@pytest.mark.parametrize("broken", ["await_ops", "release_ops", "reclaim_ops"])
+def test_a_protocol_with_one_step_left_out_is_caught(broken):
+    """Each step of the protocol, taken away, fails under some order of events.
+
+    Replays of a graph with one operation use one slot again and again, and nothing else keeps ranks apart.
+    """
+
+    def fails(seed: int) -> bool:
+        ranks = Ranks(2)
+        ranks.scatter(1, 3, 4, [2])
+        try:
+            ranks.finish(seed)
+            graphs = capture(ranks, lambda: ranks.scatter(2, 3, 4, [2]))
+            for driver, graph in zip(ranks.drivers, graphs, strict=True):
+                for _ in range(4):
+                    driver.replay(graph)
+            ranks.finish(seed)
+        except (AssertionError, Deadlock):
+            return True
+        return False
+
+    with sizes(split=True, chunks=True):
+        assert not any(fails(seed) for seed in range(10))
+        with mock.patch.object(Handshake, broken, return_value=[]):
+            assert any(fails(seed) for seed in range(40))
