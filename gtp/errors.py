@@ -18,8 +18,11 @@ class GTPStateError(GTPError, RuntimeError):
     """A right call at a wrong moment, such as using a weight whose runtime was closed."""
 
 
-class UnsupportedError(GTPError, NotImplementedError, TypeError):
-    """Something gtp does not do, such as indexing a sharded weight. The message names what does work."""
+class UnsupportedError(GTPError, NotImplementedError):
+    """Something gtp does not do, such as indexing a sharded weight. The message names what does work.
+
+    Not a `TypeError`: Python's operators take one for "try the other operand", and `weight + 1` would lose the message.
+    """
 
 
 class MissingExtraError(GTPError, ImportError):

@@ -100,11 +100,14 @@ def load_full_state_dict(
     mismatch = _compare(own, offers, strict)
     source = state_dict if sender.is_here and state_dict is not None else {}
     for module, keys in _by_module(model, [key for key in own if key in offers]):
-        received = {
-            attribute: sender.send(module._parameters.get(attribute), own[key], source.get(key), offers[key])
-            for attribute, key in keys.items()
-        }
-        module.load_state_dict(received, strict=False)
+        # no name for what arrives: it must be gone before the next module's arrives
+        module.load_state_dict(
+            {
+                attribute: sender.send(module._parameters.get(attribute), own[key], source.get(key), offers[key])
+                for attribute, key in keys.items()
+            },
+            strict=False,
+        )
     return mismatch
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from gtp.errors import UnsupportedError
 from gtp.weights.layout import ShardLayout
-from gtp.weights.shard_tensor import CheckpointableShard, ShardOrigin, ShardState
+from gtp.weights.shard_tensor import CheckpointableShard, ShardOrigin, ShardState, is_whole
 
 _plain = torch._C.DisableTorchFunctionSubclass
 
@@ -109,7 +109,7 @@ def _refuse_whole_matrix(func: Any, name: str, shard: ShardGrad) -> str:
         name = getattr(getattr(func, "__self__", None), "__name__", name)
         refused = name in _MATRIX_VIEWS
     else:
-        refused = name.removeprefix("linalg_").removesuffix("_") in _MATRIX
+        refused = name.removeprefix("linalg_") in _MATRIX or name.removesuffix("_") in _MATRIX
     if refused and shard._process_group.size() > 1:
         raise _needs_all_rows(name, shard)
     return name
@@ -126,8 +126,7 @@ def _remember(result: Any, name: str, shard: Any) -> Any:
             raise _needs_all_rows(name, shard)
         return result
     if name in _LOCAL_TENSORS or name == "data":
-        whole = layout.shard_shape == layout.logical_shape
-        return result if whole or isinstance(result, ShardState) else ShardState.wrap(result, shard._origin)
+        return result if is_whole(layout) or isinstance(result, ShardState) else ShardState.wrap(result, shard._origin)
     return ShardGrad.wrap(result, shard._origin)
 
 

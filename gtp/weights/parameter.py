@@ -20,7 +20,7 @@ from gtp.runtime.schedule import Phase
 from gtp.weights.functions import dispatch, require_leader
 from gtp.weights.gradient import ShardGrad
 from gtp.weights.layout import ShardLayout
-from gtp.weights.shard_tensor import CheckpointableShard, ShardOrigin, ShardState
+from gtp.weights.shard_tensor import CheckpointableShard, ShardOrigin, ShardState, is_whole
 
 _plain = torch._C.DisableTorchFunctionSubclass
 
@@ -166,7 +166,7 @@ class GTPWeight(CheckpointableShard, torch.nn.Parameter):
     def local_state(self, tensor: torch.Tensor) -> torch.Tensor:
         """A new tensor made after the shard, marked as this rank's rows if it has the shard's shape."""
         layout = self.handle.layout
-        is_shard = tuple(tensor.shape) == layout.shard_shape != layout.logical_shape
+        is_shard = tuple(tensor.shape) == layout.shard_shape and not is_whole(layout)
         return ShardState.wrap(tensor, self.origin) if is_shard else tensor
 
     # -- DistributedWeight ---------------------------------------------------------------------------------------
@@ -209,8 +209,8 @@ class GTPWeight(CheckpointableShard, torch.nn.Parameter):
             return self.detach()
 
     def writable_shard(self) -> torch.Tensor:
-        """`weight.data`: an alias that may be written. Unlike torch's own it shares the version counter, by which
-        prefetched copies know that they are stale."""
+        """`weight.data` and `weight.detach()`: an alias, which may be written. It shares the version counter, unlike
+        torch's own `.data`: prefetched copies know by it that they are stale."""
         self.handle.runtime.before_write(self.handle.group)
         return self.plain_shard()
 

@@ -44,6 +44,11 @@ class ShardOrigin:
         return self  # a process group cannot be copied, and a copied tensor is still these rows
 
 
+def is_whole(layout: ShardLayout) -> bool:
+    """Whether the shard is the weight. Equal shapes do not say so: one row over four ranks makes shards of one row."""
+    return layout.group_size == 1 and layout.shard_rows == layout.rows
+
+
 class CheckpointableShard:
     """Mixin: DCP's per-tensor protocol for a tensor that is, or stands for, a shard."""
 

@@ -14,7 +14,7 @@ from torch import nn
 from gtp.errors import GTPValueError, UnsupportedError
 from gtp.weights.layout import ShardLayout
 from gtp.weights.parameter import GTPWeight
-from gtp.weights.shard_tensor import CheckpointableShard, ShardTensor
+from gtp.weights.shard_tensor import CheckpointableShard, ShardTensor, is_whole
 
 
 def hook_state_dict(model: nn.Module) -> None:
@@ -37,8 +37,7 @@ def as_saved(weight: GTPWeight, shard: torch.Tensor | None = None) -> torch.Tens
         A `ShardTensor`; a plain tensor where the shard is the whole weight (one rank, no padding).
     """
     plain = weight.plain_shard() if shard is None else shard.detach().as_subclass(torch.Tensor)
-    layout = weight.layout
-    return plain if layout.shard_shape == layout.logical_shape else ShardTensor(plain, weight.origin)
+    return plain if is_whole(weight.layout) else ShardTensor(plain, weight.origin)
 
 
 def require_rows(value: torch.Tensor, layout: ShardLayout, name: str) -> None:
@@ -77,7 +76,8 @@ def own_rows(value: torch.Tensor, layout: ShardLayout, name: str) -> torch.Tenso
     """This rank's shard `[shard_rows, *trailing]` from what a state dict holds; a plain tensor.
 
     Args:
-        value: The full tensor, or the shard: plain, as weight or state, or as `ShardTensor`. Shards are not copied.
+        value: The full tensor, or the shard: plain, as weight or state, or as `ShardTensor`. Shards are not copied. A
+            plain tensor that has both shapes is the full one.
         layout: What is wanted.
         name: For errors.
 
@@ -132,7 +132,8 @@ def _sharded_entries(
 
 
 def _refuse_assign(local_metadata: dict[str, Any]) -> None:
-    if local_metadata.get("assign_to_params_buffers", False):
+    # torch leaves this mark in the caller's dict, where it would turn the next, copying load into an assigning one
+    if local_metadata.pop("assign_to_params_buffers", False):
         raise UnsupportedError(
             "load_state_dict(assign=True) would put plain tensors in the place of sharded weights, and the runtime "
             "would go on with the old ones. The model is unchanged: load with assign=False, or load before "

@@ -12,7 +12,8 @@ from torch import nn
 
 import gtp
 
-# 10, 70 and 7 rows: with alignment 16 over four ranks some shards are all padding
+# 10, 1, 70 and 7 rows: with alignment 16 over four ranks some shards are all padding; one row of padding has the shape
+# of the whole gate
 ALIGNED = gtp.GTPConfig(alignment=16)
 
 
@@ -37,15 +38,17 @@ class Net(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(rows, 8)
         self.norm = nn.LayerNorm(8)
+        self.gate = nn.Linear(8, 1, bias=False)
         self.up = nn.Linear(8, 70)
         self.down = nn.Linear(70, 7)
         self.counter = Counter()
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(self.up(self.norm(self.embedding(ids)))))
+        x = self.norm(self.embedding(ids))
+        return self.down(F.gelu(self.up(x * self.gate(x).sigmoid())))
 
 
-SHARDED = ("embedding.weight", "up.weight", "down.weight")
+SHARDED = ("embedding.weight", "gate.weight", "up.weight", "down.weight")
 
 
 def numbered(model: nn.Module, start: int = 0) -> nn.Module:

@@ -80,6 +80,7 @@ def test_a_checkpoint_of_four_ranks_reshards_and_holds_no_padding(ranks, tmp_pat
     ranks(4).run(_save, path, ALIGNED, 100)
     assert chunks_of(path) == {
         "embedding.weight": ((10, 8), [(0, 10)]),
+        "gate.weight": ((1, 8), [(0, 1)]),
         "up.weight": ((70, 8), [(0, 32), (32, 64), (64, 70)]),
         "down.weight": ((7, 70), [(0, 7)]),
     }
