@@ -1,7 +1,8 @@
 """`install` and `uninstall`: gtp behind Megatron-Core's flag `tensor_parallel_num_weight_shards`.
 
 Megatron calls everything GTP-specific through the module `megatron.core.tensor_parallel.gtp_api`, imported where it is
-used. Installing replaces that module's attributes, and the copies that a few modules took when they were imported. What
+used. Installing replaces that module's attributes, and the copies that a few modules took when they were imported; and
+it stands before the functions of `gtp.megatron.surface.WRAPPED`. What
 is installed belongs to the process and knows no model; each model's state hangs off its own runtime (see
 `gtp.megatron.building`).
 """
@@ -18,7 +19,8 @@ from typing import Any, Final
 from gtp.config import GTPConfig
 from gtp.errors import GTPStateError, GTPValueError, MissingExtraError, UnsupportedError
 from gtp.megatron.api import names_behind_the_flag
-from gtp.megatron.surface import API, BOUND_AT_IMPORT
+from gtp.megatron.checkpoint import WRAPPERS
+from gtp.megatron.surface import API, BOUND_AT_IMPORT, WRAPPED
 
 SUPPORTED: Final = ((0, 19), (0, 20))
 """megatron-core versions from the first, below the second."""
@@ -73,6 +75,11 @@ def install(config: GTPConfig | None = None) -> None:
         module = sys.modules.get(bound.module)
         if module is not None:
             replaced += [_replace(module, name, names[name]) for name in bound.names]
+    for entry in WRAPPED:
+        defined_in = importlib.import_module(entry.module)
+        wrapped = WRAPPERS[entry.name](getattr(defined_in, entry.name))
+        holders = [defined_in, *(sys.modules[name] for name in entry.copied_by if name in sys.modules)]
+        replaced += [_replace(holder, entry.name, wrapped) for holder in holders]
     setattr(api, _INSTALLED, Installation(config, tuple(replaced)))
 
 
@@ -88,6 +95,13 @@ def uninstall() -> None:
         raise GTPStateError("gtp.megatron is not installed: call gtp.megatron.install() first")
     before = {name: value for module, name, value in installed.replaced if module == _API}
     restored = {(module, name) for module, name, _ in installed.replaced}
+    for entry in WRAPPED:
+        # imported after install, so it copied ours
+        ours = getattr(sys.modules[entry.module], entry.name)
+        for module_name in entry.copied_by:
+            module = sys.modules.get(module_name)
+            if module is not None and getattr(module, entry.name) is ours:
+                _put(module, entry.name, ours.__wrapped__)
     for module_name, name, value in reversed(installed.replaced):
         _put(sys.modules[module_name], name, value)
     for bound in BOUND_AT_IMPORT:

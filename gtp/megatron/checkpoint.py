@@ -2,13 +2,17 @@
 
 Megatron describes each tensor by where its local part lies in a global one. `sharded_tensors` stands behind the name
 that Megatron calls for modules with GTP weights: rows split over TP and GTP together, one writer per shard, replicated
-tensors written once.
+tensors written once. `WRAPPERS` stand before two more functions of Megatron, through which sharded weights would be
+stored with their padding, or with the halves of a gated fc1 interleaved (see [Note: what the file holds]).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -42,16 +46,12 @@ def sharded_tensors(
     Returns:
         Key to entry. Of ranks that hold the same part, one is the writer.
     """
-    from megatron.core import parallel_state
     from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
     from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 
     axes = tensor_parallel_layers_axis_map or {}
     gtp_group = _gtp_group(state_dict)
-    if intra_dp_cp_group is not None:
-        replica = intra_dp_cp_group.rank()
-    else:
-        replica = parallel_state.get_data_parallel_rank(with_context_parallel=True, with_gtp_remat=False)
+    replica = intra_dp_cp_group.rank() if intra_dp_cp_group is not None else _replica()
     gtp_rank, gtp_size = (gtp_group.rank(), gtp_group.size()) if gtp_group is not None else (0, 1)
     # (pipeline, copies among model-parallel ranks, copies among data-parallel ranks): all zero means writer
     whole = (0, tp_group.rank() * gtp_size + gtp_rank, replica)
@@ -62,9 +62,9 @@ def sharded_tensors(
         if name.endswith(extra_state_suffix):
             entries[key] = make_sharded_object_for_checkpoint(value, key, sharded_offsets, replica_id=whole)
         elif isinstance(value, MegatronGTPWeight):
-            entries[key] = make_tp_sharded_tensor_for_checkpoint(
-                value, key, tp_axis=axes.get(name, 0), prepend_offsets=sharded_offsets, **groups
-            )
+            axis = axes.get(name)
+            copies = (0, 0 if axis is not None else tp_group.rank(), replica)
+            entries[key] = _saved_rows(value, key, axis, tp_group, copies, sharded_offsets)
         elif name in axes:
             entries[key] = make_tp_sharded_tensor_for_checkpoint(
                 value,
@@ -83,3 +83,73 @@ def sharded_tensors(
 
 def _gtp_group(state_dict: Mapping[str, torch.Tensor]) -> dist.ProcessGroup | None:
     return next((value.group for value in state_dict.values() if isinstance(value, MegatronGTPWeight)), None)
+
+
+def _replica() -> int:
+    """This rank's number among those that hold the same shards."""
+    from megatron.core import parallel_state
+
+    rank: int = parallel_state.get_data_parallel_rank(with_context_parallel=True, with_gtp_remat=False)
+    return rank
+
+
+def _saved_rows(
+    weight: MegatronGTPWeight,
+    key: str,
+    tp_axis: int | None,
+    tp_group: dist.ProcessGroup,
+    replica_id: Any,
+    prepended: tuple[tuple[int, int, int], ...],
+    **options: Any,
+) -> Any:
+    from gtp.megatron.saved_rows import Placement, SavedRows
+
+    placement = Placement(weight.layout, tp_axis, tp_group.rank(), tp_group.size(), tuple(prepended))
+    return SavedRows.of(key, weight, placement, replica_id, **options)
+
+
+def _tp_sharded(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Before `make_tp_sharded_tensor_for_checkpoint`, which places sharded weights by their padded shape."""
+
+    @functools.wraps(original)
+    def make_tp_sharded_tensor_for_checkpoint(
+        tensor: torch.Tensor,
+        key: str,
+        tp_axis: int = 0,
+        replica_id: Any = None,
+        prepend_offsets: tuple[tuple[int, int, int], ...] = (),
+        **options: Any,
+    ) -> Any:
+        if not isinstance(tensor, MegatronGTPWeight):
+            return original(tensor, key, tp_axis, replica_id, prepend_offsets, **options)
+        from megatron.core import parallel_state
+
+        tp_group = options.pop("tp_group", None) or parallel_state.get_tensor_model_parallel_group()
+        options.pop("dp_cp_group", None)
+        copies = replica_id if replica_id is not None else (0, 0, _replica())
+        return _saved_rows(tensor, key, tp_axis, tp_group, copies, prepend_offsets, **options)
+
+    return make_tp_sharded_tensor_for_checkpoint
+
+
+def _gated(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Before `apply_swiglu_sharded_factory`, which takes each shard for a gate half over an up half."""
+
+    @functools.wraps(original)
+    def apply_swiglu_sharded_factory(
+        original_sh_ten: Any, sharded_offsets: Any, singleton_local_shards: bool = False, *args: Any, **options: Any
+    ) -> Any:
+        from gtp.megatron.saved_rows import SavedRows
+
+        if not isinstance(original_sh_ten, SavedRows):
+            return original(original_sh_ten, sharded_offsets, singleton_local_shards, *args, **options)
+        placement = dataclasses.replace(original_sh_ten.placement, stacked=("w", "v"), apart=singleton_local_shards)
+        return dataclasses.replace(original_sh_ten, placement=placement)
+
+    return apply_swiglu_sharded_factory
+
+
+WRAPPERS: Final[Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = MappingProxyType(
+    {"make_tp_sharded_tensor_for_checkpoint": _tp_sharded, "apply_swiglu_sharded_factory": _gated}
+)
+"""Name of a function of Megatron to what makes its replacement from it."""

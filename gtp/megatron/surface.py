@@ -34,6 +34,21 @@ class BoundAtImport:
 
 
 @dataclasses.dataclass(frozen=True)
+class Wrapped:
+    """A function of Megatron that gtp stands before, for sharded weights only.
+
+    Attributes:
+        name: Of the function.
+        module: Defines it.
+        copied_by: Modules that import it by name.
+    """
+
+    name: str
+    module: str
+    copied_by: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Touched:
     """An attribute or method of a GTP weight.
 
@@ -105,6 +120,24 @@ BOUND_AT_IMPORT: Final = (
     ),
     BoundAtImport("megatron.core.ssm.mamba_mixer", ("HAVE_GTP", "is_gtp_param")),
     BoundAtImport("megatron.training.training", ("HAVE_GTP",)),
+)
+
+WRAPPED: Final = (
+    Wrapped(
+        "make_tp_sharded_tensor_for_checkpoint",
+        "megatron.core.utils",
+        (
+            "megatron.core.models.common.language_module.language_module",
+            "megatron.core.ssm.mamba_mixer",
+            "megatron.core.tensor_parallel.layers",
+            "megatron.core.transformer.multi_latent_attention",
+            "megatron.core.transformer.multi_token_prediction",
+            "megatron.core.transformer.utils",
+        ),
+    ),
+    Wrapped(
+        "apply_swiglu_sharded_factory", "megatron.core.transformer.mlp", ("megatron.core.transformer.moe.experts",)
+    ),
 )
 
 WEIGHT: Final = (

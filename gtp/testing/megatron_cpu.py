@@ -15,6 +15,7 @@ changed: its layers, its DistributedDataParallel, its optimizers, its schedules 
 | `tensor.type()` | the name of the CUDA tensor type: its optimizers accept no other |
 | to read split sizes of an all-to-all back | the numpy array it expects from that |
 | its tracker of CUDA random states | the same named states, kept for the CPU generator |
+| the Adam of Apex or Transformer Engine | torch's, with the step number where these have it (checkpoints need that) |
 """
 
 from __future__ import annotations
@@ -96,6 +97,35 @@ class _Event:
         return 0.0
 
 
+class _Adam(torch.optim.AdamW):
+    """torch's AdamW with the interface of Apex's FusedAdam: the step number belongs to the parameter group.
+
+    With the step in each parameter's state, as torch has it, Megatron's DistributedOptimizer can save but not load.
+    """
+
+    def __init__(self, params: Any, adam_w_mode: bool = True, **options: Any) -> None:
+        super().__init__(params, **options)
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] = adam_w_mode
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # torch's Adam insists on a step in each state here
+        torch.optim.Optimizer.__setstate__(self, state)
+
+    def step(self, closure: Any = None) -> Any:
+        """One step of every parameter that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if self.state[parameter]:
+                    self.state[parameter]["step"] = torch.tensor(float(group.get("step", 0)))
+        loss = super().step(closure)
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                self.state[parameter].pop("step", None)
+        return loss
+
+
 def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Megatron's experts read split sizes back from the GPU, as numpy arrays; here they need not travel."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
@@ -143,6 +173,8 @@ def megatron_on_cpu() -> Iterator[None]:
             'without one: leave it out, or set CUDA_VISIBLE_DEVICES="" before the process starts'
         )
     try:
+        from megatron.core import optimizer
+        from megatron.core.optimizer import distrib_optimizer
         from megatron.core.tensor_parallel import random as megatron_random
         from megatron.core.transformer.moe import token_dispatcher
     except ImportError as error:
@@ -169,6 +201,13 @@ def megatron_on_cpu() -> Iterator[None]:
         (megatron_random.CudaRNGStatesTracker, "add", _tracker_add),
         (megatron_random.CudaRNGStatesTracker, "fork", _tracker_fork),
     ]
+    if optimizer.USING_PYTORCH_OPTIMIZER:
+        replacements += [
+            (optimizer, "USING_PYTORCH_OPTIMIZER", False),
+            (optimizer, "Adam", _Adam),
+            (distrib_optimizer, "HAVE_APEX_OR_TE", True),
+            (distrib_optimizer, "USING_APEX_OPTIMIZER", True),
+        ]
     with contextlib.ExitStack() as undo:
         for owner, name, value in replacements:
             undo.callback(setattr, owner, name, getattr(owner, name))

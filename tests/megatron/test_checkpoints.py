@@ -1,0 +1,176 @@
+"""Checkpoints through `megatron.core.dist_checkpointing`: one file for every layout, with gtp and without.
+
+Every save is compared with the file that Megatron without gtp wrote: same keys, same shapes, same bits, each element
+written by one rank. Alignment 16 makes shards that are partly or wholly padding, and shards of a gated fc1 that reach
+from one half into the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+import gtp
+import gtp.megatron
+from tests.megatron.training import Case, Job, environment
+
+DENSE = Case(alignment=16, gqa=True, bias=True, distributed_optimizer=True, clip=1.0)
+LAYOUTS = {
+    "tp1 gtp2": {"gtp": 2},
+    "tp2 gtp1": {"tp": 2},
+    "tp1 gtp4": {"gtp": 4},
+    "tp2 gtp2": {"tp": 2, "gtp": 2},
+    "pp2 gtp2": {"pp": 2, "gtp": 2},
+    "unsharded": {},
+}
+EXPERTS = dataclasses.replace(DENSE, bias=False, experts=4, shared_expert=True)
+EXPERT_LAYOUTS = {
+    "ep2 egtp2": {"ep": 2, "egtp": 2},
+    "ep2 egtp2 gtp2": {"ep": 2, "egtp": 2, "gtp": 2},
+    "ep4 gtp2": {"ep": 4, "gtp": 2},
+    "tp2 gtp2 egtp2": {"tp": 2, "gtp": 2, "ep": 2, "etp": 1, "egtp": 2, "sequence_parallel": True},
+    "unsharded": {},
+}
+
+
+@contextlib.contextmanager
+def job(case: Case, seed: int, plain: bool = False) -> Iterator[Job]:
+    """A fresh model; `plain`: in Megatron without gtp."""
+    with environment(case):
+        if plain:
+            gtp.megatron.uninstall()
+        try:
+            torch.manual_seed(seed)
+            yield Job(case)
+        finally:
+            if plain:
+                gtp.megatron.install(gtp.GTPConfig(alignment=case.alignment))
+
+
+def described(job: Job, kind: str, loading: bool = False) -> dict[str, Any]:
+    """The sharded state dict of model and optimizer."""
+    metadata = {
+        "distrib_optim_sharding_type": kind,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": job.parallel.get_data_parallel_group(with_context_parallel=True),
+    }
+    model = job.chunks[0].module.sharded_state_dict(metadata=metadata)
+    return {
+        "model": model,
+        "optimizer": job.optimizer.sharded_state_dict(model, is_loading=loading, metadata=dict(metadata)),
+    }
+
+
+def save(job: Job, folder: str, kind: str = "fully_reshardable") -> None:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if dist.get_rank() == 0:
+        Path(folder).mkdir(parents=True)
+    dist.barrier()
+    # the writer hands its results over through a process of its own, which ranks of a pool may not start
+    with mock.patch.object(filesystem_async, "get_write_results_queue", queue.Queue):
+        dist_checkpointing.save(described(job, kind), folder)
+
+
+def load(job: Job, folder: str, kind: str = "fully_reshardable") -> None:
+    from megatron.core import dist_checkpointing
+
+    loaded = dist_checkpointing.load(described(job, kind, loading=True), folder)
+    job.chunks[0].module.load_state_dict(loaded["model"])
+    job.optimizer.load_state_dict(loaded["optimizer"])
+
+
+def written(job: Job) -> str:
+    """What is wrong with who writes what: every element is to be written by exactly one rank."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
+
+    entries = described(job, "fully_reshardable")
+    apply_factories(entries)
+    mine = [
+        (
+            e.key,
+            e.global_shape,
+            e.global_offset,
+            e.prepend_axis_num,
+            tuple(e.local_shape),
+            is_main_replica(e.replica_id),
+        )
+        for e in nested_values(entries)
+        if isinstance(e, ShardedTensor)
+    ]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    times: dict[str, torch.Tensor] = {}
+    for key, shape, offset, prepended, local, main in (entry for rank in everyone for entry in rank):
+        count = times.setdefault(key, torch.zeros(shape))
+        sizes = (1,) * prepended + local
+        if main:
+            count[tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))] += 1
+    return ", ".join(key for key, count in times.items() if not bool((count == 1).all()))
+
+
+def contents(folder: str) -> dict[str, torch.Tensor]:
+    """Every tensor of the file, whole; read by rank 0."""
+    if dist.get_rank() > 0:
+        return {}
+    reader = FileSystemReader(folder)
+    tensors = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    torch.distributed.checkpoint.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def differences(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[str]:
+    wrong = sorted(before.keys() ^ after.keys())
+    for key in before.keys() & after.keys():
+        if before[key].dtype != after[key].dtype or not torch.equal(before[key], after[key]):
+            wrong.append(f"{key} {tuple(before[key].shape)} {tuple(after[key].shape)}")
+    return wrong
+
+
+def travel(base: Case, layouts: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
+    """Plain Megatron trains and saves; each layout loads what the one before it saved, and saves."""
+    with job(base, seed=1, plain=True) as source:
+        source.step(0)
+        source.step(1)
+        save(source, f"{folder}/plain")
+    first = contents(f"{folder}/plain")
+    wrong: dict[str, Any] = {}
+    before = "plain"
+    for number, (name, layout) in enumerate(layouts.items()):
+        with job(dataclasses.replace(base, **layout), seed=2 + number, plain=not name.count("gtp")) as target:
+            load(target, f"{folder}/{before}")
+            before = name.replace(" ", "_")
+            save(target, f"{folder}/{before}")
+            found = differences(first, contents(f"{folder}/{before}"))
+            writers = written(target)
+            if found or writers:
+                wrong[name] = (found, writers)
+    sizes = {key: tuple(value.shape) for key, value in first.items() if not key.startswith("optimizer")}
+    states = sum(key.startswith("optimizer.state.exp_avg.") and bool(value.any()) for key, value in first.items())
+    return {"wrong": wrong, "sizes": sizes, "states": states}
+
+
+@pytest.mark.parametrize(("base", "layouts"), [(DENSE, LAYOUTS), (EXPERTS, EXPERT_LAYOUTS)], ids=["dense", "experts"])
+def test_one_file_for_every_layout(ranks: Any, tmp_path: Path, base: Case, layouts: dict[str, Any]):
+    results = ranks(4).run(travel, base, layouts, str(tmp_path), timeout=100)
+    assert [found["wrong"] for found in results] == [{}] * 4
+    assert results[0]["states"] == len(results[0]["sizes"])
+    assert results[0]["sizes"]["embedding.word_embeddings.weight"] == (96, 32)
