@@ -10,7 +10,9 @@ meet.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import re
 import sys
 from collections.abc import Sequence
 from typing import cast
@@ -57,9 +59,10 @@ def runtime_for(
     if runtime is None:
         transport, reason = choose_transport(config, [process_group], device)
         runtime = GTPRuntime(config, transport, device, reason)
+        # hooks in order: what completes the model and its shards comes before the forward begins for the runtime
+        _complete_at_first_forward(root)
         finish_param_sync_before_forward(root)
         runtime.attach(root)
-        _complete_at_first_forward(root)
         root.__dict__[_ATTRIBUTE] = runtime
     return cast(GTPRuntime, runtime)
 
@@ -109,6 +112,22 @@ def complete(root: nn.Module) -> None:
             if handle.position == 0:
                 others = len(handle.group.members) - 1
                 handle.group.name = name if others == 0 else f"{name} (+{others})"
+    _look_a_block_ahead(root.__dict__[_ATTRIBUTE])
+
+
+def _look_a_block_ahead(runtime: GTPRuntime) -> None:
+    """Where the settings leave the prefetch budget open, it holds the largest layer, experts and all.
+
+    A few weights ahead is a layer ahead in a dense model, and a fraction of one where experts are weights of their own.
+    """
+    if runtime.config.prefetch_bytes is None:
+        layers: collections.Counter[str] = collections.Counter()
+        for group in runtime.groups:
+            layer = re.match(r"(.*\blayers\.\d+)\.", group.name)
+            if layer is not None:
+                layers[layer[1]] += group.gathered_nbytes
+        mean = sum(group.gathered_nbytes for group in runtime.groups) // max(len(runtime.groups), 1)
+        runtime.config = dataclasses.replace(runtime.config, prefetch_bytes=max(4 * mean, *layers.values(), 0))
 
 
 def _complete_at_first_forward(root: nn.Module) -> None:
