@@ -30,7 +30,7 @@ _METADATA = frozenset(
     """
     size dim ndimension numel nelement stride storage_offset is_contiguous element_size data_ptr type_as
     is_floating_point is_complex is_signed is_conj is_neg is_inference is_same_size get_device untyped_storage
-    storage_type _typed_storage storage requires_grad_ detach retain_grad is_shared is_pinned has_names names
+    storage_type _typed_storage storage requires_grad_ retain_grad is_shared is_pinned has_names names
     dense_dim sparse_dim _is_view __hash__ __len__ is_tensor is_storage is_set_to
     _has_compatible_shallow_copy_type
     """.split()
@@ -74,6 +74,8 @@ def dispatch(kind: type, func: Callable[..., Any], args: tuple[Any, ...], kwargs
         return _get(func, args)
     if name in ("__set__", "__delete__"):
         return _set(func, name, args)
+    if name == "detach":
+        return args[0].writable_shard()
     if name in _METADATA:
         return _call_plain(func, args, kwargs)
     weights = [cast("GTPWeight", t) for t in _tensors_in((*args, *kwargs.values())) if isinstance(t, kind)]
