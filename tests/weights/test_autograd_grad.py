@@ -50,11 +50,11 @@ def _graphed_layers(transport):
     generator = torch.Generator().manual_seed(0)
     for _ in range(5):
         every = [torch.randn(8, 64, generator=generator).to(device).requires_grad_() for _ in range(2)]
-        data_parallel_backward(plain, every, lambda m, x: m(x).square().sum())
+        data_parallel_backward(plain, every, lambda m, x: m(x).square().mean())
         x = every[rank()]
         for layer in graphed:
             x = layer(x)
-        x.square().sum().backward()
+        x.square().mean().backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
