@@ -65,14 +65,15 @@ def refuse_arguments(module: str, given: Mapping[str, object]) -> None:
     """Refuses what a constructor got beyond its own arguments.
 
     Raises:
-        UnsupportedError: an unknown argument, or one of Transformer Engine with another value than its default; the
-            message says what to do instead.
+        TypeError: an unknown argument, as Python itself raises it.
+        UnsupportedError: one of Transformer Engine with another value than its default; the message says what to do
+            instead.
     """
     refusals = {r.argument: r for r in _REFUSALS}
     for argument, value in given.items():
         refusal = refusals.get(argument)
         if refusal is None:
-            raise UnsupportedError(f"{module}() got an unexpected keyword argument {argument!r}")
+            raise TypeError(f"{module}() got an unexpected keyword argument {argument!r}")
         if value is not refusal.default and value != refusal.default:
             raise UnsupportedError(f"{module}({argument}={value!r}) is not supported: {refusal.advice}")
 

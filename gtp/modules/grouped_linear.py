@@ -32,7 +32,8 @@ class GroupedLinear(nn.Module):
 
     Raises:
         GTPValueError: `num_gemms` < 1.
-        UnsupportedError: an argument that this module does not know or does not support.
+        TypeError: an unknown argument.
+        UnsupportedError: an argument of Transformer Engine that this module does not support.
     """
 
     def __init__(

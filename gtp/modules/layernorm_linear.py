@@ -37,7 +37,8 @@ class LayerNormLinear(nn.Module):
 
     Raises:
         GTPValueError: `normalization` is unknown.
-        UnsupportedError: an argument that this module does not know or does not support.
+        TypeError: an unknown argument.
+        UnsupportedError: an argument of Transformer Engine that this module does not support.
     """
 
     def __init__(

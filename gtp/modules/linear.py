@@ -28,7 +28,8 @@ class Linear(nn.Module):
         arguments: Transformer Engine's other arguments, at their defaults only.
 
     Raises:
-        UnsupportedError: an argument that this module does not know or does not support.
+        TypeError: an unknown argument.
+        UnsupportedError: an argument of Transformer Engine that this module does not support.
     """
 
     def __init__(
