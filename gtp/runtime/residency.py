@@ -50,6 +50,7 @@ class Gatherer:
             g.index: () for g in groups if any(m.send is not m.shard for m in g.members)
         }
         self._line: int | None = None  # the capture in which the open line began, 0 for none; None when none is open
+        self._interrupted = False  # whether the open line's transport is closed, because a shard was written
         self._capture = 0
         self.bytes_gathered = 0
 
@@ -93,10 +94,14 @@ class Gatherer:
         return full
 
     def before_write(self, group: WeightGroup) -> None:
-        """A shard of `group` is about to be written in place: no gather may be reading it."""
-        copy = self._resident.get(group.index)
-        if copy is not None:
-            self._finish(copy)
+        """A shard of `group` is about to be written in place: no gather may be reading it, on any rank.
+
+        In the middle of a line, the transport's is interrupted until the next gather; copies of other shards stay.
+        """
+        if self._line is not None and not self._interrupted:
+            self._finish_all()
+            self._transport.close()
+            self._interrupted = True
 
     def drop_all(self) -> None:
         """After an exception or for `release`: nothing stays resident, nothing stays in flight."""
@@ -118,9 +123,10 @@ class Gatherer:
                 f"{group.name}: a CUDA graph capture began inside a forward or backward of the model, or ended before "
                 "it. Capture whole steps (forward and backward), or layers outside of any forward"
             )
-        if was_open:
+        if was_open and not self._interrupted:
             self._finish_all()
             self._transport.close()
+        self._interrupted = False
         self._refresh([group])
         self._transport.open(self._groups if was_open else [group])
         copy = self._start(group)
@@ -136,14 +142,17 @@ class Gatherer:
         for index in list(self._resident):
             self._drop(index)
         if self._line is not None:
-            self._transport.close()
+            if not self._interrupted:
+                self._transport.close()
             self._line = None
+            self._interrupted = False
 
     def _publish(self) -> None:
         """Begins a line: all shards are current from here on."""
         self._refresh(self._groups)
         self._transport.open(self._groups)
         self._line = self._capture
+        self._interrupted = False
 
     def _refresh(self, groups: Sequence[WeightGroup]) -> None:
         """Makes `send` what the shard is now, where it is a copy."""
@@ -160,6 +169,8 @@ class Gatherer:
 
     def _start(self, group: WeightGroup) -> _Copy:
         index = group.index
+        if self._interrupted:
+            self._publish()
         versions = _versions(group)
         if self._sent.get(index, versions) != versions:
             self._refresh([group])  # written since the line began
