@@ -76,7 +76,9 @@ class MegatronGTPWeight(GTPWeight):
 
     # -- what the runtime and torch call -------------------------------------------------------------------------
 
-    def finalize_group_grads(self, wgrads: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[None] | None:
+    def finalize_group_grads(
+        self, wgrads: torch.Tensor | Sequence[torch.Tensor]
+    ) -> torch.Tensor | Sequence[torch.Tensor | None] | None:
         """Starts reducing the full wgrads, which may be scaled in place."""
         if self.gradient_scale != 1.0:
             for wgrad in [wgrads] if isinstance(wgrads, torch.Tensor) else wgrads:
