@@ -23,6 +23,7 @@ from gtp.checkpoint.optimizer import (
     load_optimizer_state_dict,
     optimizer_state_dict,
 )
+from gtp.checkpoint.owners import require_one_owner_each
 from gtp.checkpoint.saved import Saved
 from gtp.errors import GTPValueError
 from gtp.weights.parameter import GTPWeight
@@ -56,7 +57,8 @@ def save(
             ranks needs a key per rank (`**{f"random_{rank}": torch.get_rng_state()}`).
 
     Raises:
-        GTPValueError: an extra is named like a part of the file, or the optimizer holds a stranger.
+        GTPValueError: an extra is named like a part of the file, the optimizer holds a stranger, or different sets of
+            ranks hold weights of one name.
         UnsupportedError: optimizer state that cannot be split by rows.
     """
     from torch.distributed.checkpoint import save as dcp_save
@@ -64,6 +66,7 @@ def save(
     reserved = sorted({_MODEL, _OPTIM} & extra.keys())
     if reserved:
         raise GTPValueError(f"gtp.checkpoint.save: {reserved[0]!r} names a part of every checkpoint; rename this extra")
+    require_one_owner_each(model, process_group)
     state: dict[str, Any] = {_MODEL: {plain_name(k): v for k, v in unwrapped(model).state_dict().items()}}
     if optimizer is not None:
         state[_OPTIM] = optimizer_state_dict(model, optimizer)

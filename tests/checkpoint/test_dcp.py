@@ -192,6 +192,25 @@ def test_a_subgroup_saves_by_itself(ranks, tmp_path):
     assert torch.equal(loaded_plain(path).up.weight, numbered(Net()).up.weight)
 
 
+def _two_sets_of_ranks(path):
+    half = [subgroup((0, 1)), subgroup((2, 3))][rank() // 2]
+    _, sharded = pair(half)
+    with pytest.raises(GTPValueError, match=r"embedding\.weight: ranks \[0, 1\] and ranks \[2, 3\] each hold a weight"):
+        gtp.checkpoint.save(path, sharded)
+    gtp.checkpoint.save(f"{path}{rank() // 2}", sharded, process_group=half)
+    # stages of a pipeline: other names
+    stage = torch.nn.ModuleDict({f"stage{rank() // 2}": sharded.up})
+    gtp.checkpoint.save(f"{path}_stages", stage)
+    gtp.checkpoint.load(f"{path}_stages", stage, strict=False)
+
+
+def test_different_weights_of_one_name_are_not_written_to_one_file(ranks, tmp_path):
+    path = str(tmp_path / "sets")
+    ranks(4).run(_two_sets_of_ranks, path)
+    saved = dcp.FileSystemReader(path + "_stages").read_metadata().state_dict_metadata
+    assert sorted(saved) == [f"model.stage{i}.{n}" for i in (0, 1) for n in ("bias", "weight")]
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
