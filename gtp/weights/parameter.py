@@ -225,7 +225,8 @@ class GTPWeight(CheckpointableShard, torch.nn.Parameter):
             return main_grad.view(self.handle.layout.shard_shape), True
         with _plain():
             grad = self.grad
-            if grad is not None:
+            # Without other ranks, uses are added to each other first and then to `.grad`, in autograd's own order.
+            if grad is not None and self.handle.group.size > 1:
                 return grad.detach().as_subclass(torch.Tensor), True
         return self.new_gradient(), False
 
