@@ -14,7 +14,7 @@ of them is split over the ranks: `x_shard_m` is `[M/R, K]`, this rank's M/R rows
     dgrad               dx_shard_m = reduce-scatter(                dx_shard_k = dy w_shard_k
                                      dy_shard_n w_shard_n)
     bias gradient       sum of rows of dy_shard_n: no collective    sum of rows of dy: no collective, whole on all ranks
-    saved               w_shard_n, x_shard_k^T [K/R, M]             w_shard_k, x_shard_k
+    saved               w_shard_n, x_shard_k [M, K/R]               w_shard_k, x_shard_k
     collectives         forward 1; backward 1 for wgrad,            forward 1; backward 1
                         1 for dgrad
 
@@ -22,8 +22,8 @@ Sums over ranks are sums, never means. A weight's gradient is a sum over M in on
 
 [Note: the saved slice] AllGatherLinear needs the whole x again for wgrad. It saves this rank's K-slice of it, which is
 as many bytes as its input. K is then a dim of the *result* of the wgrad GEMM, so the slices that arrive are GEMMs of
-their own, and no partial sums have to be added up across them, as there would be if the rows were gathered again. The
-slice is saved transposed because what is gathered has to be outermost.
+their own, and no partial sums have to be added up across them, as there would be if the rows were gathered again.
+What is gathered is its transpose, whose rows are features; whether that means moving data is the backend's affair.
 
 [Note: wgrad first] For a weight that is distributed itself, AllGatherLinear's backward computes wgrad, hands it in, and
 only then asks for the weight again. LinearReduceScatter does the same, unless the backend hides its gather under a
@@ -82,8 +82,8 @@ class AllGatherLinear(torch.autograd.Function):
             `[M, N/R]`.
         """
         keep = ctx.needs_input_grad[1]
-        ys, x_shard_k_t = _gather_forward(backend, x_shard_m, [weight], [bias], autocast, keep=keep)
-        _keep(ctx, backend, autocast, x_shard_k_t, [weight])
+        ys, x_shard_k = _gather_forward(backend, x_shard_m, [weight], [bias], autocast, keep=keep)
+        _keep(ctx, backend, autocast, x_shard_k, [weight])
         return ys[0]
 
     @staticmethod
@@ -120,8 +120,8 @@ class AllGatherLinearMulti(torch.autograd.Function):
         count = len(weights_then_biases) // 2
         weights, biases = weights_then_biases[:count], weights_then_biases[count:]
         keep = any(ctx.needs_input_grad[3 : 3 + count])
-        ys, x_shard_k_t = _gather_forward(backend, x_shard_m, weights, biases, autocast, keep=keep)
-        _keep(ctx, backend, autocast, x_shard_k_t, weights)
+        ys, x_shard_k = _gather_forward(backend, x_shard_m, weights, biases, autocast, keep=keep)
+        _keep(ctx, backend, autocast, x_shard_k, weights)
         # an unused output must not cost GEMMs on zeros
         ctx.set_materialize_grads(False)
         return tuple(ys)
@@ -307,7 +307,7 @@ def _gather_forward(
     *,
     keep: bool,
 ) -> tuple[list[torch.Tensor], _Optional]:
-    """Outputs `[M, N_i/R]` and, if `keep`, the saved slice `[K/R, M]`."""
+    """Outputs `[M, N_i/R]` and, if `keep`, the saved slice `[M, K/R]`."""
     with backend.gather(x_shard_m.contiguous(), whole=keep) as gathering:
         # each weight leads a group of its own; their gathers and the activation's are under way together
         matrices = [forward_matrix(weight, x_shard_m, autocast) for weight in weights]
@@ -315,8 +315,7 @@ def _gather_forward(
         if not keep:
             return ys, None
         width = x_shard_m.shape[1] // backend.size
-        mine = gathering.full().narrow(1, backend.rank * width, width)
-        return ys, mine.t().contiguous() if backend.size > 1 else mine.t()
+        return ys, gathering.full().narrow(1, backend.rank * width, width).contiguous()
 
 
 def _gather_backward(
@@ -324,16 +323,16 @@ def _gather_backward(
 ) -> tuple[_Optional, list[_Optional], list[_Optional]]:
     """Gradients of input, weights and biases; dys are `[M, N_i/R]`, None where an output was not used."""
     backend: GemmBackend = ctx.backend
-    x_shard_k_t, weights = _kept(ctx, check=needs_dx)
+    x_shard_k, weights = _kept(ctx, check=needs_dx)
     used = [(weight, dy) for weight, dy in zip(weights, dys, strict=True) if dy is not None]
     dweights: list[_Optional] = [None] * len(dys)
     wanted = [
-        (i, dy, WgradTarget(weights[i], dy.shape[1], x_shard_k_t, rounded=ctx.autocast))
+        (i, dy, WgradTarget(weights[i], dy.shape[1], x_shard_k, rounded=ctx.autocast))
         for i, dy in enumerate(dys)
         if dy is not None and needs_dw[i]
     ]
     if wanted:
-        with backend.gather(x_shard_k_t, whole=False) as gathering:
+        with backend.gather(x_shard_k.t(), whole=False) as gathering:
             gathering.matmul([Factor(dy, out=target.matrix.t()) for _, dy, target in wanted])
         for i, _, target in wanted:
             dweights[i] = target.finish()

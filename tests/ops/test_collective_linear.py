@@ -254,8 +254,8 @@ def saved_shapes(grad_enabled: bool) -> list[tuple[int, ...]]:
 
 
 def test_the_gathered_input_is_not_kept(ranks):
-    """Saved: this rank's K-slice of the whole input, transposed, as many elements as the input; and the weight."""
-    assert ranks(2).run(saved_shapes, True)[0] == [(4, 16), (2, 8)]
+    """Saved: this rank's K-slice of the whole input, as many elements as the input; and the weight."""
+    assert ranks(2).run(saved_shapes, True)[0] == [(16, 4), (2, 8)]
     assert ranks(2).run(saved_shapes, False)[0] == []
 
 

@@ -77,7 +77,7 @@ class GemmBackend(abc.ABC):
         """Starts gathering every rank's rows.
 
         Args:
-            rows: `[M/R, K]`, contiguous. Not written before the block ends.
+            rows: `[M/R, K]`, contiguous, or the transpose of something contiguous. Not written before the block ends.
             whole: Whether `Gathering.full` will be asked for.
         """
 

@@ -24,7 +24,7 @@ class CollectiveBackend(GemmBackend):
 
     @contextmanager
     def gather(self, rows: torch.Tensor, *, whole: bool) -> Iterator[Gathering]:
-        gathering = self._start(rows)
+        gathering = self._start(rows.contiguous())
         yield gathering
         gathering.full()  # nothing may stay in flight, even if nobody read it
 

@@ -201,19 +201,23 @@ class _Gathering(Gathering):
     def __init__(self, backend: CopyEngineBackend, slot: Slot, rows: torch.Tensor, whole: bool) -> None:
         self._backend = backend
         self._slot = slot
+        # What travels is memory as it lies. Of a transpose, every block is one, and their products go one by one.
+        self._transposed = not rows.is_contiguous()
         self._rows = rows
         self._whole = whole
-        self._blocks = slot.blocks((backend.size, *rows.shape), rows.dtype)
+        memory = rows.t() if self._transposed else rows
+        blocks = slot.blocks((backend.size, *memory.shape), rows.dtype)
+        self._blocks = blocks.transpose(1, 2) if self._transposed else blocks
         self._chunks = range(backend.chunks_for(rows.nbytes))
         self._steps = list(range(1, backend.size))
         self._copied_locally = False
         if whole:
             self._copy_own_rows()
         backend.fork(*backend.lanes[: len(self._chunks)])
-        spans = chunk_rows(rows.shape[0], len(self._chunks))
+        spans = chunk_rows(memory.shape[0], len(self._chunks))
         for step in self._steps:
             for chunk in self._chunks:
-                backend.send(slot, step, rows, chunk, spans[chunk])
+                backend.send(slot, step, memory, chunk, spans[chunk])
 
     def matmul(self, factors: Sequence[Factor]) -> list[torch.Tensor]:
         backend, rows = self._backend, self._rows
@@ -222,7 +226,8 @@ class _Gathering(Gathering):
             rows.new_empty(count * backend.size, factor.matrix.shape[1]) if factor.out is None else factor.out
             for factor in factors
         ]
-        if not backend.fills_the_gpu(count, sum(factor.matrix.shape[1] for factor in factors)):
+        width = sum(factor.matrix.shape[1] for factor in factors)
+        if not self._transposed and not backend.fills_the_gpu(count, width):
             full = self._gathered()
             for factor, out in zip(factors, outs, strict=True):
                 multiply(full, factor.matrix, factor.bias, out)

@@ -45,7 +45,7 @@ class SymmMemBackend(GemmBackend):
     def gather(self, rows: torch.Tensor, *, whole: bool) -> Iterator[Gathering]:
         self.agree(f"gather {tuple(rows.shape)} {rows.dtype}")
         if rows.numel():
-            yield _Gathering(self, rows, whole)
+            yield _Gathering(self, rows.contiguous(), whole)
         else:
             yield Gathered(rows.new_empty(rows.shape[0] * self.size, rows.shape[1]), None)
 
