@@ -20,7 +20,8 @@ from gtp.config import GTPConfig
 from gtp.errors import GTPStateError, GTPValueError, MissingExtraError, UnsupportedError
 from gtp.megatron.api import names_behind_the_flag
 from gtp.megatron.checkpoint import WRAPPERS
-from gtp.megatron.surface import API, BOUND_AT_IMPORT, WRAPPED
+from gtp.megatron.surface import API, BOUND_AT_IMPORT, WRAPPED, WRAPPED_METHODS
+from gtp.megatron.whole_matrix import METHOD_WRAPPERS
 
 SUPPORTED: Final = ((0, 19), (0, 20))
 """megatron-core versions from the first, below the second."""
@@ -80,6 +81,9 @@ def install(config: GTPConfig | None = None) -> None:
         wrapped = WRAPPERS[entry.name](getattr(defined_in, entry.name))
         holders = [defined_in, *(sys.modules[name] for name in entry.copied_by if name in sys.modules)]
         replaced += [_replace(holder, entry.name, wrapped) for holder in holders]
+    for method in WRAPPED_METHODS:
+        module = importlib.import_module(method.module)
+        replaced.append(_replace(module, method.name, METHOD_WRAPPERS[method.name](_get(module, method.name))))
     setattr(api, _INSTALLED, Installation(config, tuple(replaced)))
 
 
@@ -151,13 +155,25 @@ def _check_config(config: GTPConfig) -> None:
 
 
 def _replace(module: ModuleType, name: str, value: Any) -> tuple[str, str, Any]:
-    before = getattr(module, name, _ABSENT)
-    setattr(module, name, value)
+    before = _get(module, name)
+    _put(module, name, value)
     return module.__name__, name, before
 
 
+def _get(module: ModuleType, name: str) -> Any:
+    holder, attribute = _holder(module, name)
+    return getattr(holder, attribute, _ABSENT)
+
+
 def _put(module: ModuleType, name: str, value: Any) -> None:
+    holder, attribute = _holder(module, name)
     if value is _ABSENT:
-        delattr(module, name)
+        delattr(holder, attribute)
     else:
-        setattr(module, name, value)
+        setattr(holder, attribute, value)
+
+
+def _holder(module: ModuleType, name: str) -> tuple[Any, str]:
+    """The module for a plain name, its class for `Class.method`."""
+    owner, _, attribute = name.rpartition(".")
+    return (getattr(module, owner) if owner else module), attribute

@@ -49,6 +49,19 @@ class Wrapped:
 
 
 @dataclasses.dataclass(frozen=True)
+class WrappedMethod:
+    """A method of Megatron that gtp stands before, for sharded weights only.
+
+    Attributes:
+        name: `Class.method`.
+        module: Defines the class.
+    """
+
+    name: str
+    module: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Touched:
     """An attribute or method of a GTP weight.
 
@@ -138,6 +151,11 @@ WRAPPED: Final = (
     Wrapped(
         "apply_swiglu_sharded_factory", "megatron.core.transformer.mlp", ("megatron.core.transformer.moe.experts",)
     ),
+)
+
+WRAPPED_METHODS: Final = (
+    WrappedMethod("TensorParallelMuon.orthogonalize", "megatron.core.optimizer.emerging_optimizers"),
+    WrappedMethod("Float16OptimizerWithFloat16Params.__init__", "megatron.core.optimizer.optimizer"),
 )
 
 WEIGHT: Final = (

@@ -11,6 +11,8 @@ from gtp.weights.parameter import GTPWeight
 
 _plain = torch._C.DisableTorchFunctionSubclass
 
+_FLATTENING = (torch._C._nn.flatten_dense_tensors, torch._C._nn.unflatten_dense_tensors)
+
 
 class MegatronGTPWeight(GTPWeight):
     """A sharded weight inside a Megatron-Core model.
@@ -111,10 +113,10 @@ class MegatronGTPWeight(GTPWeight):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Megatron's optimizers sort parameters by the name of their tensor type, and DistributedOptimizer cuts the
-        # flattened parameter. Both are about what this rank stores.
+        # Megatron's optimizers sort parameters by the name of their tensor type, and cut or send the flattened
+        # parameter. Both are about what this rank stores.
         asks_type = func is torch.Tensor.type and len(args) == 1
-        flattens = func is torch.Tensor.view and args[1:] == (-1,)
+        flattens = func in _FLATTENING or (func is torch.Tensor.view and args[1:] == (-1,))
         if (asks_type or flattens) and not kwargs:
             with _plain():
                 return func(*args)

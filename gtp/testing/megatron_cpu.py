@@ -10,6 +10,7 @@ changed: its layers, its DistributedDataParallel, its optimizers, its schedules 
 | `device="cuda"` in a tensor factory, `.cuda()`, `.to("cuda")` | the CPU |
 | `torch.cuda.current_stream()`, `Stream`, `Event` | objects whose waits do nothing: a CPU call ends when it returns |
 | pinned memory | plain memory |
+| `all_gather` of tensors of different sizes | broadcasts: gloo refuses it |
 | `torch.cuda.synchronize()`, `torch.cuda.empty_cache()` | nothing to do |
 | `torch.cuda.FloatTensor` and friends | the CPU tensor type of the same name |
 | `tensor.type()` | the name of the CUDA tensor type: its optimizers accept no other |
@@ -25,9 +26,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from gtp.errors import GTPStateError, MissingExtraError
+from gtp.errors import GTPStateError, MissingExtraError, UnsupportedError
 
 _CPU = torch.device("cpu")
 
@@ -52,7 +54,21 @@ class _MadeOnCpu(TorchFunctionMode):
             kwargs = {**kwargs, "pin_memory": False}
         if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
             args = (args[0], _CPU, *args[2:])
+        if func is dist.all_gather and len({t.shape for t in args[0]}) > 1:
+            return _all_gather_uneven(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _all_gather_uneven(
+    outputs: list[torch.Tensor], tensor: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> None:
+    """NCCL gathers tensors of different sizes, gloo does not."""
+    if async_op:
+        raise UnsupportedError("all_gather of different sizes on CPU ranks is synchronous: pass async_op=False")
+    for rank, output in enumerate(outputs):
+        if rank == dist.get_rank(group):
+            output.copy_(tensor)
+        dist.broadcast(output, group=group, group_src=rank)
 
 
 def _names_cuda(device: object) -> bool:

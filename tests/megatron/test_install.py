@@ -13,7 +13,7 @@ import torch
 
 import gtp
 import gtp.megatron
-from gtp.megatron.surface import API, BOUND_AT_IMPORT
+from gtp.megatron.surface import API, BOUND_AT_IMPORT, WRAPPED_METHODS
 
 
 @pytest.fixture
@@ -34,18 +34,28 @@ def bound() -> dict[tuple[str, str], Any]:
     }
 
 
+def wrapped_methods() -> list[Any]:
+    found = []
+    for entry in WRAPPED_METHODS:
+        owner, method = entry.name.split(".")
+        found.append(getattr(getattr(importlib.import_module(entry.module), owner), method))
+    return found
+
+
 def test_everything_is_replaced_and_restored(api: ModuleType):
     importlib.import_module("megatron.core.transformer.cuda_graphs")
-    before, bound_before = dict(vars(api)), bound()
+    before, bound_before, methods_before = dict(vars(api)), bound(), wrapped_methods()
     gtp.megatron.install()
     for entry in API:
         served = getattr(api, entry.name)
         assert served is True if entry.name == "HAVE_GTP" else served.__module__.startswith("gtp.megatron"), entry.name
     for (_, name), value in bound().items():
         assert value == getattr(api, name)
+    assert [m.__wrapped__ for m in wrapped_methods()] == methods_before
     gtp.megatron.uninstall()
     assert dict(vars(api)) == before
     assert bound() == bound_before
+    assert wrapped_methods() == methods_before
     assert api.HAVE_GTP is False
 
 

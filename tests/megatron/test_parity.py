@@ -39,6 +39,8 @@ TWO = {
     "mtp_tied": (Case(gtp=2, mtp=2, tied=True), ORDER),
     "padding": (Case(gtp=2, alignment=32), 0.0),
     "experts": (Case(gtp=2, egtp=2, experts=4), ORDER),
+    "muon": (Case(gtp=2, optimizer="muon", alignment=7), 0.0),  # shards begin in the middle of a head
+    "muon_layer_wise": (Case(gtp=2, optimizer="muon", layer_wise=True, bf16=True), 0.0),
     "hybrid": (Case(gtp=2, hybrid="M*-M-"), 0.0),
 }
 
@@ -52,6 +54,8 @@ FOUR = {
     ),
     "tp2_gtp2": (Case(tp=2, gtp=2), 0.0),
     "tp2_gtp2_sp": (Case(tp=2, gtp=2, sequence_parallel=True), ORDER),
+    "gtp4_muon": (Case(gtp=4, optimizer="muon", alignment=5), ORDER),
+    "tp2_gtp2_muon": (Case(tp=2, gtp=2, optimizer="muon"), 0.0),
     "tp2_gtp2_hybrid": (Case(tp=2, gtp=2, hybrid="M*-", tied=True), ORDER),
     "cp2_gtp2": (Case(cp=2, gtp=2), ORDER),
     "pp2_gtp2": (Case(pp=2, gtp=2, microbatches=4, tied=True), ORDER),
@@ -69,6 +73,8 @@ def both(case: Case) -> tuple[Any, Any]:
 
 
 def check(run: Callable[..., list[Any]], case: Case, bound: float) -> None:
+    if case.optimizer == "muon":
+        pytest.importorskip("emerging_optimizers", reason="Megatron's Muon needs the package emerging-optimizers")
     results = run(both, case, timeout=120)
     last = results[-1]  # the last rank is on the last pipeline stage
     for plain, sharded in (last, results[0]):

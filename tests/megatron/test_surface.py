@@ -14,7 +14,16 @@ from pathlib import Path
 import pytest
 
 from gtp.megatron import MegatronGTPWeight
-from gtp.megatron.surface import API, BOUND_AT_IMPORT, WEIGHT, ApiName, BoundAtImport, Touched
+from gtp.megatron.surface import (
+    API,
+    BOUND_AT_IMPORT,
+    WEIGHT,
+    WRAPPED_METHODS,
+    ApiName,
+    BoundAtImport,
+    Touched,
+    WrappedMethod,
+)
 
 GTP_API = "megatron.core.tensor_parallel.gtp_api"
 
@@ -77,6 +86,14 @@ def test_megatron_defines_the_name(entry: ApiName):
 @pytest.mark.parametrize("entry", BOUND_AT_IMPORT, ids=lambda entry: entry.module)
 def test_the_binding_module_exists(entry: BoundAtImport):
     assert (megatron().parent / (entry.module.replace(".", "/") + ".py")).is_file()
+
+
+@pytest.mark.parametrize("entry", WRAPPED_METHODS, ids=lambda entry: entry.name)
+def test_the_wrapped_method_exists(entry: WrappedMethod):
+    owner, method = entry.name.split(".")
+    tree = ast.parse((megatron().parent / (entry.module.replace(".", "/") + ".py")).read_text())
+    (definition,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner)
+    assert method in {node.name for node in definition.body if isinstance(node, ast.FunctionDef)}
 
 
 @pytest.mark.parametrize("row", WEIGHT, ids=lambda row: row.name)

@@ -56,6 +56,8 @@ class Case:
     bf16: bool = False
     cpu_init: bool = True
     # training
+    optimizer: str = "adam"
+    layer_wise: bool = False
     distributed_optimizer: bool = False
     overlap_grad: bool = False
     overlap_param: bool = False
@@ -239,7 +241,9 @@ def build(case: Case, models: list[Any] | None = None) -> tuple[Any, list[Any], 
     ]
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="adam",
+            optimizer=case.optimizer,
+            use_layer_wise_distributed_optimizer=case.layer_wise,
+            muon_fp32_matmul_prec="highest",
             lr=1e-2,
             weight_decay=0.1,
             clip_grad=case.clip,
