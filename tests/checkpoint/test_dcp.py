@@ -75,23 +75,39 @@ def _load(path, config, start=0, members=None):
 # -- resharding --------------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_of_four_ranks_reshards_and_holds_no_padding(ranks, tmp_path):
-    path = str(tmp_path / "four")
+@pytest.fixture(scope="module")
+def four(ranks, tmp_path_factory):
+    """A checkpoint that four ranks wrote, with alignment 16."""
+    path = str(tmp_path_factory.mktemp("checkpoint") / "four")
     ranks(4).run(_save, path, ALIGNED, 100)
-    assert chunks_of(path) == {
+    return path
+
+
+def test_a_file_has_the_logical_shapes_and_no_padding(four):
+    assert chunks_of(four) == {
         "embedding.weight": ((10, 8), [(0, 10)]),
         "gate.weight": ((1, 8), [(0, 1)]),
         "up.weight": ((70, 8), [(0, 32), (32, 64), (64, 70)]),
         "down.weight": ((7, 70), [(0, 7)]),
     }
-    for members, config in (((0, 1), ALIGNED), ((0, 1, 2), gtp.GTPConfig()), ((0,), gtp.GTPConfig(alignment=4))):
-        ranks(4).run(_load, path, config, 100, members)
-    ranks(2).run(_load, path, gtp.GTPConfig(), 100)
-    plain, expected = loaded_plain(path), numbered(Net(), 100)
+    plain, expected = loaded_plain(four), numbered(Net(), 100)
     for key, value in expected.state_dict().items():
         if isinstance(value, torch.Tensor):
             assert torch.equal(plain.state_dict()[key], value), key
     assert plain.counter.seen == {"batches": 100, "name": "saved"}
+
+
+@pytest.mark.parametrize(
+    "members, config",
+    [((0, 1), ALIGNED), ((0, 1, 2), gtp.GTPConfig()), ((0,), gtp.GTPConfig(alignment=4)), ((0, 1, 2, 3), ALIGNED)],
+    ids=["two", "three", "one", "four"],
+)
+def test_a_checkpoint_of_four_ranks_reshards(ranks, four, members, config):
+    ranks(4).run(_load, four, config, 100, members)
+
+
+def test_another_job_loads_the_checkpoint(ranks, four):
+    ranks(2).run(_load, four, gtp.GTPConfig(), 100)
 
 
 def test_a_plain_models_checkpoint_loads_into_ranks_and_into_the_plain_model(ranks, tmp_path):

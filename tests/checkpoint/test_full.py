@@ -5,6 +5,7 @@ Run one: `pytest tests/checkpoint/test_full.py -k broadcast`.
 
 from __future__ import annotations
 
+import contextlib
 import io
 
 import pytest
@@ -17,7 +18,7 @@ import gtp
 from gtp.errors import GTPValueError, UnsupportedError
 from gtp.testing.memory import live_full_storages
 from gtp.testing.ranks import rank, subgroup
-from tests.checkpoint.models import ALIGNED, Net, assert_same_state, numbered, pair
+from tests.checkpoint.models import ALIGNED, SHARDED, Net, assert_same_state, numbered, pair
 
 
 def _full():
@@ -178,3 +179,31 @@ def _different_ranks():
 
 def test_a_model_on_several_sets_of_ranks_is_loaded_on_each_rank(ranks):
     ranks(4).run(_different_ranks)
+
+
+# -- the full weights in place -----------------------------------------------------------------------------------------
+
+
+def _full_weights():
+    plain, sharded = pair(config=ALIGNED)
+    with gtp.full_weights(sharded) as weights:
+        assert list(weights) == list(SHARDED)
+        assert all(torch.equal(w, plain.get_parameter(n)) for n, w in weights.items())
+    low_rank = torch.arange(70.0)[:, None] @ torch.arange(8.0)[None]
+    for model in (plain.state_dict(), sharded):
+        context = gtp.full_weights(model, write=True) if model is sharded else contextlib.nullcontext(model)
+        with context as weights:
+            weights["gate.weight"] += 1
+            weights["up.weight"].add_(low_rank, alpha=0.5)
+    assert_same_state(sharded, plain)
+    ids = torch.arange(6)[None]
+    with torch.no_grad():
+        assert torch.equal(sharded(ids), plain(ids))
+    message = r"gate\.weight: changed inside a read-only full_weights context.*write=True"
+    with pytest.raises(GTPValueError, match=message), gtp.full_weights(sharded) as weights:
+        weights["gate.weight"].zero_()
+    assert_same_state(sharded, plain)
+
+
+def test_full_weights_can_be_read_and_changed(ranks):
+    ranks(2).run(_full_weights)
