@@ -30,6 +30,7 @@ class CheckedTransport(Transport):
         self._seconds = timeout
         self._store = dist.PrefixStore("gtp.debug", dist.distributed_c10d._get_default_store())
         self._steps: dict[str, int] = {}
+        self._notes: dict[str, str] = {}
         self._groups: list[dist.ProcessGroup] = []
         self.name = inner.name
 
@@ -45,15 +46,20 @@ class CheckedTransport(Transport):
         step = self._steps.get(name, 0)
         self._steps[name] = step + 1
         me = dist.get_rank()
-        self._store.set(f"{name}/{step}/{me}", what)
+        if step == 0:
+            # Another runtime over this group, of before or beside this one, must not be read for this one. Ranks make
+            # their runtimes in the same order; counted in the store, since no module keeps state.
+            self._notes[name] = f"{name}/{self._store.add(f'{name}/runtimes/{me}', 1)}"
+        notes = self._notes[name]
+        self._store.set(f"{notes}/{step}/{me}", what)
         if step >= _KEPT:
-            self._store.delete_key(f"{name}/{step - _KEPT}/{me}")
+            self._store.delete_key(f"{notes}/{step - _KEPT}/{me}")
         for rank in dist.get_process_group_ranks(process_group):
             if rank != me:
                 self._compare(name, step, me, rank, what)
 
     def _compare(self, name: str, step: int, me: int, rank: int, what: str) -> None:
-        key = f"{name}/{step}/{rank}"
+        key = f"{self._notes[name]}/{step}/{rank}"
         try:
             self._store.wait([key], self._timeout)
         except dist.DistStoreError as error:

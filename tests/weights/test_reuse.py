@@ -1,4 +1,4 @@
-"""A weight may be used any number of times in a step, in any order, by any mix of ops: gradients are the sum over uses."""
+"""A weight may be used any number of times in a step, by any mix of ops, in any order: its gradient is their sum."""
 
 from __future__ import annotations
 
