@@ -14,14 +14,16 @@ import importlib
 import re
 import sys
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from gtp.config import GTPConfig
 from gtp.errors import GTPStateError, GTPValueError, MissingExtraError, UnsupportedError
+from gtp.megatron import tp_linear
 from gtp.megatron.api import names_behind_the_flag
 from gtp.megatron.checkpoint import WRAPPERS
 from gtp.megatron.surface import API, BOUND_AT_IMPORT, WRAPPED, WRAPPED_METHODS
 from gtp.megatron.whole_matrix import METHOD_WRAPPERS
+from gtp.ops.collective_backends import BackendName
 
 SUPPORTED: Final = ((0, 19), (0, 20))
 """megatron-core versions from the first, below the second."""
@@ -37,14 +39,16 @@ class Installation:
 
     Attributes:
         config: Settings of the runtimes that models get.
+        tp_gemm_backend: How tensor-parallel linears move activations; None: as Megatron does.
         replaced: `(module name, attribute, value before)` in order of replacement.
     """
 
     config: GTPConfig
+    tp_gemm_backend: BackendName | None
     replaced: tuple[tuple[str, str, Any], ...]
 
 
-def install(config: GTPConfig | None = None) -> None:
+def install(config: GTPConfig | None = None, *, tp_gemm_backend: BackendName | None = None) -> None:
     """Puts gtp behind Megatron-Core's flag, for every model built afterwards in this process.
 
     Then `TransformerConfig(tensor_parallel_num_weight_shards=...)` with `initialize_model_parallel(gtp_remat_size=...)`
@@ -52,22 +56,29 @@ def install(config: GTPConfig | None = None) -> None:
 
     Args:
         config: Settings of each model's runtime. `grad_reduce` follows the model's `calculate_per_token_loss`.
+        tp_gemm_backend: With it, the local spec's column- and row-parallel linears run collective GEMMs under sequence
+            parallelism: `"collective"`, `"symm_mem"`, `"copy_engine"` or `"auto"`, see `gtp.ops.gemm_backend`.
 
     Raises:
         MissingExtraError: megatron-core is not installed.
         UnsupportedError: its version is outside the supported range.
-        GTPValueError: a setting that Megatron decides itself.
+        GTPValueError: a setting that Megatron decides itself, or an unknown backend.
         GTPStateError: installed already with other settings.
     """
     config = GTPConfig() if config is None else config
     _check_config(config)
+    if tp_gemm_backend not in (None, *get_args(BackendName)):
+        raise GTPValueError(
+            f"tp_gemm_backend must be None or one of {', '.join(map(repr, get_args(BackendName)))}, got "
+            f"{tp_gemm_backend!r}"
+        )
     api = _import_api()
     before = installation(api)
     if before is not None:
-        if before.config != config:
+        if (before.config, before.tp_gemm_backend) != (config, tp_gemm_backend):
             raise GTPStateError(
-                f"gtp.megatron is installed already with {before.config}: call gtp.megatron.uninstall() before "
-                f"installing with {config}"
+                f"gtp.megatron is installed already with {before.config}, tp_gemm_backend={before.tp_gemm_backend!r}: "
+                f"call gtp.megatron.uninstall() before installing with {config}, tp_gemm_backend={tp_gemm_backend!r}"
             )
         return
     names = names_behind_the_flag(config)
@@ -84,7 +95,11 @@ def install(config: GTPConfig | None = None) -> None:
     for method in WRAPPED_METHODS:
         module = importlib.import_module(method.module)
         replaced.append(_replace(module, method.name, METHOD_WRAPPERS[method.name](_get(module, method.name))))
-    setattr(api, _INSTALLED, Installation(config, tuple(replaced)))
+    if tp_gemm_backend is not None:
+        layers = importlib.import_module(tp_linear.MODULE)
+        for name, wrap in tp_linear.method_wrappers(tp_gemm_backend).items():
+            replaced.append(_replace(layers, name, wrap(_get(layers, name))))
+    setattr(api, _INSTALLED, Installation(config, tp_gemm_backend, tuple(replaced)))
 
 
 def uninstall() -> None:
