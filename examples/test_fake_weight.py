@@ -3,7 +3,7 @@
 import torch
 
 from gtp.modules import Linear
-from gtp.testing import FakeDistributedWeight
+from gtp.testing.fakes import FakeDistributedWeight
 
 
 def test_forward_and_backward_take_the_weight_from_its_owner():

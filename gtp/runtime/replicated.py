@@ -161,6 +161,9 @@ class ReplicatedGradients:
             batches.setdefault((c.entry.process_groups, wide, c.grad.device), []).append(c)
         started = []
         for (process_groups, wide, _), batch in batches.items():
+            names = ", ".join(c.entry.name for c in batch)
+            for process_group in process_groups:
+                self._transport.agree(process_group, f"reduce the gradients of {names}")
             flat = torch.cat([c.grad.reshape(-1).to(wide) for c in batch])
             started.append((flat, batch, process_groups, self._transport.start_all_reduce(flat, process_groups)))
         for flat, batch, process_groups, ticket in started:

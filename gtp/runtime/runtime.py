@@ -231,7 +231,8 @@ class GTPRuntime:
         """Backwards inside accumulate on this rank and reduce nothing; the next one outside reduces the sum.
 
         Memory: one full-size fp32 gradient per weight that received one, per rank (4 bytes x all parameters), until
-        then. Reducing every backward, the default, holds 1/N of that. `.grad` does not change inside.
+        then. Reducing every backward, the default, holds 1/N of that. `.grad` does not change inside, and
+        `zero_grad` does not reach what is held: drop it with `release()`.
         """
         self._ready()
         before = self._reducer.accumulate_only

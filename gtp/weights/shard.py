@@ -85,6 +85,7 @@ def shard_model(
         if not choice.sharded and choice.axes.all and choice.parameter.is_floating_point():
             runtime.replicated.add(choice.name, choice.parameter, choice.axes.all)
     runtime.attach(model)
+    _keep_ddp_away(model)
     hook_state_dict(model)
     runtime.report = ParameterReport.of(selection.choices, layouts, selection.unregistered)
     runtime.start()
@@ -97,6 +98,14 @@ def shard_model(
             ", ".join(lost),
         )
     return runtime
+
+
+def _keep_ddp_away(model: nn.Module) -> None:
+    """DistributedDataParallel would broadcast one rank's shards over the others'. torch has a list of what it must not
+    touch; with every parameter on it, it refuses the model before it does anything.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
 
 def _gtp_groups(selection: Selection) -> list[dist.ProcessGroup]:
