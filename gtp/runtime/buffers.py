@@ -139,11 +139,6 @@ class BufferPool:
             else:
                 self._retire(buffer)
 
-    def touched(self, buffer: Buffer) -> None:
-        """The current stream is ordered after what was done to a buffer that nobody was handed."""
-        if self._on_cuda:
-            buffer.stream = torch.cuda.current_stream()
-
     def recycle_events(self, buffer: Buffer) -> None:
         """After the next writer was made to wait: the events may be recorded anew."""
         self._spare_events.extend(buffer.events)

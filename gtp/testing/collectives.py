@@ -73,7 +73,7 @@ class _InFlight:
         for t, shadow in zip(self.writes, self.shadows, strict=True):
             t.detach().copy_(shadow)
         # a test of memory must not count what only this tool holds
-        self.reads, self.writes, self.shadows, self.poisoned = [], [], [], []
+        self.reads, self.writes, self.shadows, self.poisoned, self.result = [], [], [], [], None
 
 
 class _LateWork(dist.Work):

@@ -180,6 +180,7 @@ def environment(case: Case) -> Iterator[None]:
         try:
             yield
         finally:
+            logging.disable(logging.NOTSET)  # rank processes live on
             gtp.megatron.uninstall()
             parallel_state.destroy_model_parallel()
             MTPLossLoggingHelper.tracker.clear()  # Megatron's own, sized by the first model that logs
