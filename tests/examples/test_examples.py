@@ -16,7 +16,7 @@ def run(*arguments: str) -> str:
 
 
 def torchrun(script: str) -> str:
-    return run("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", script)
+    return run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script)
 
 
 def test_plain_torch():
