@@ -33,7 +33,8 @@ def main() -> int:
     on_gpu = _device_setup()
     # after the visible devices are settled: Megatron looks for them while it is imported
     from gpt_demo import data, plots, report
-    from gpt_demo.model import Layout, Sizes, run
+    from gpt_demo.settings import Layout, Options, Sizes
+    from gpt_demo.training import run
 
     import gtp.megatron
     from gtp.testing.megatron_cpu import megatron_on_cpu
@@ -41,48 +42,46 @@ def main() -> int:
     rank, world = dist.get_rank(), dist.get_world_size()
     gtp_size = args.gtp or world // args.tp
     sizes = dataclasses.replace(Sizes(), **args.sizes)
+    options = Options(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Options)})
     corpus = data.load(args.data, seq=sizes.seq)
-    layouts = [Layout("unsharded", args.tp, 1), Layout(f"GTP={gtp_size}", args.tp, gtp_size)]
     gtp.megatron.install()
     results = []
     with contextlib.nullcontext() if on_gpu else megatron_on_cpu():
-        for layout in layouts:
+        for layout in (Layout("unsharded", args.tp, 1), Layout(f"GTP={gtp_size}", args.tp, gtp_size)):
             progress = report.Progress(layout.name, args.steps, show=rank == 0)
-            results.append(
-                run(layout, sizes, corpus, steps=args.steps, seed=args.seed, bf16=args.bf16, report=progress)
-            )
+            save = args.save if layout.gtp > 1 else None
+            results.append(run(layout, sizes, options, corpus, progress, save))
             progress.close()
     plain, sharded = results
-    problems = report.verdict(plain, sharded, bf16=args.bf16)
+    problems = report.verdict(plain, sharded, options)
     if rank == 0:
         print("\n" + report.table(plain, sharded, corpus.source) + "\n")
         for path in plots.save(plain, sharded, args.out):
             print(f"plot: {path}")
-        print(
-            "\n".join(f"FAILED: {p}" for p in problems) or "PASSED: the weights are sharded, the losses are the same."
-        )
+        if args.save is not None:
+            print(f"checkpoint: {args.save}")
+        print("\n".join(f"FAILED: {p}" for p in problems) or report.PASSED)
     dist.destroy_process_group()
     return 1 if problems else 0
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=80, help="training steps of each run (default 80)")
-    parser.add_argument(
-        "--gtp", type=int, default=None, help="ranks that weights are sharded over (default: all, over --tp)"
-    )
-    parser.add_argument("--tp", type=int, default=1, help="tensor parallel size (default 1)")
-    parser.add_argument("--bf16", action="store_true", help="bf16 weights with fp32 master copies")
-    parser.add_argument(
-        "--sizes", type=_sizes, default={}, metavar="NAME=VALUE,...", help="layers, hidden, heads, seq, batch, lr"
-    )
-    parser.add_argument(
-        "--data", type=Path, default=None, help="file or folder of text (default: Python's standard library)"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("demo_output"), help="folder for the plots (default demo_output)"
-    )
-    parser.add_argument("--seed", type=int, default=1234)
+    add = parser.add_argument
+    add("--steps", type=int, default=80, help="training steps of each run (default 80)")
+    add("--gtp", type=int, default=None, help="ranks that weights are sharded over (default: world / tp)")
+    add("--tp", type=int, default=1, help="tensor parallel size (default 1)")
+    add("--bf16", action="store_true", help="bf16 weights with fp32 master copies")
+    add("--sizes", type=_sizes, default={}, metavar="NAME=VALUE,...", help="layers, hidden, heads, seq, batch, lr")
+    add("--moe", type=int, default=0, metavar="N", help="N experts in every layer")
+    add("--mtp", type=int, default=0, metavar="N", help="N more layers that predict further tokens")
+    add("--recompute", action="store_true", help="recompute activations in backward")
+    add("--distributed-optimizer", action="store_true", help="Megatron's DistributedOptimizer")
+    add("--save", type=Path, default=None, help="folder for a checkpoint of the sharded run")
+    add("--load", type=Path, default=None, help="folder of a checkpoint that both runs start from")
+    add("--data", type=Path, default=None, help="file or folder of text (default: Python's standard library)")
+    add("--out", type=Path, default=Path("demo_output"), help="folder for the plots (default demo_output)")
+    add("--seed", type=int, default=1234, help="of the initial weights and of the batches (default 1234)")
     return parser.parse_args()
 
 

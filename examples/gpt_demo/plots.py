@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gpt_demo.model import Result
 from gpt_demo.report import MIB
+from gpt_demo.training import Result
 
 _COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52")
 
