@@ -5,6 +5,8 @@ bit for bit, `F.silu(gate) * up`; for bf16 it is more accurate than that express
 
     y = silu(g) u                       s = sigmoid(g)
     dg = dy u s (1 + g (1 - s))         du = dy silu(g)
+
+A graph break for torch.compile: traced, the gradients that are written into strided views would be lost.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from gtp.errors import GTPValueError
+from gtp.ops._common import outside_graphs
 
 RowLimit = int | torch.Tensor | None
 
 
+@outside_graphs
 def silu_and_mul(gate: torch.Tensor, up: torch.Tensor, *, num_rows: RowLimit = None) -> torch.Tensor:
     """`silu(gate) * up`.
 
@@ -46,6 +50,7 @@ def silu_and_mul(gate: torch.Tensor, up: torch.Tensor, *, num_rows: RowLimit = N
     return y
 
 
+@outside_graphs
 def silu_and_mul_pairs(pairs: torch.Tensor, *, num_rows: RowLimit = None) -> torch.Tensor:
     """As `silu_and_mul`, for a fused projection whose output features alternate gate, up, gate, up.
 
@@ -65,6 +70,7 @@ def silu_and_mul_pairs(pairs: torch.Tensor, *, num_rows: RowLimit = None) -> tor
     return y
 
 
+@outside_graphs
 def silu_and_mul_halves(packed: torch.Tensor, *, num_rows: RowLimit = None) -> torch.Tensor:
     """As `silu_and_mul_pairs`, for a projection whose first half of features is gate and the second up.
 
