@@ -35,8 +35,8 @@ weight N/R or N is that of the full weight, which is gathered over a group of it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -52,6 +52,7 @@ from gtp.ops._collective_common import (
     forward_matrix,
 )
 from gtp.ops._common import autocast_dtype, is_wanted, outside_graphs, write_wgrad
+from gtp.ops._spmd_rules import gather_multi_rule, gather_rule, scatter_rule
 from gtp.ops.collective_backends import Factor, GemmBackend
 from gtp.ops.sequence import from_rows, rows_of
 
@@ -60,6 +61,8 @@ _Optional = torch.Tensor | None
 
 class AllGatherLinear(torch.autograd.Function):
     """`y_shard_n = all-gather(x_shard_m) w_shard_n^T + b_shard_n`. Shapes and collectives: see the file's table."""
+
+    spmd_typecheck = staticmethod(gather_rule)
 
     @staticmethod
     def forward(
@@ -101,6 +104,8 @@ class AllGatherLinearMulti(torch.autograd.Function):
     output that the loss does not use contributes nothing, and its weight gets no gradient, as with separate layers.
     """
 
+    spmd_typecheck = staticmethod(gather_multi_rule)
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -137,6 +142,8 @@ class AllGatherLinearMulti(torch.autograd.Function):
 
 class LinearReduceScatter(torch.autograd.Function):
     """`y_shard_m = reduce-scatter(x_shard_k w_shard_k^T) + b`. Shapes and collectives: see the file's table."""
+
+    spmd_typecheck = staticmethod(scatter_rule)
 
     @staticmethod
     def forward(
@@ -242,9 +249,9 @@ def all_gather_linear_multi(
     if not torch.is_grad_enabled():
         ys: Sequence[torch.Tensor] = _gather_forward(backend, x_rows, weights, biases, autocast, keep=False)[0]
     elif len(weights) == 1:
-        ys = [_all_gather_linear(x_rows, weights[0], biases[0], backend, autocast)]
+        ys = [AllGatherLinear.apply(x_rows, weights[0], biases[0], backend, autocast)]  # type: ignore[no-untyped-call]
     else:
-        ys = _all_gather_linear_multi(backend, autocast, x_rows, *weights, *biases)
+        ys = AllGatherLinearMulti.apply(backend, autocast, x_rows, *weights, *biases)  # type: ignore[no-untyped-call]
     sequence = x.shape[sequence_dim] * backend.size
     return tuple(from_rows(y, x, sequence_dim, sequence) for y in ys)
 
@@ -287,15 +294,10 @@ def linear_reduce_scatter(
     x_rows, [weight], [bias] = autocast_operands(autocast, x_rows, [weight], [bias])
     check_dtypes(x_rows, [weight])
     if torch.is_grad_enabled():
-        y = _linear_reduce_scatter(x_rows, weight, bias, backend, autocast)
+        y = LinearReduceScatter.apply(x_rows, weight, bias, backend, autocast)  # type: ignore[no-untyped-call]
     else:
         y = _scatter_forward(backend, x_rows, weight, bias, autocast)
     return from_rows(y, x, sequence_dim, sequence // backend.size)
-
-
-_all_gather_linear = cast("Callable[..., torch.Tensor]", AllGatherLinear.apply)
-_all_gather_linear_multi = cast("Callable[..., tuple[torch.Tensor, ...]]", AllGatherLinearMulti.apply)
-_linear_reduce_scatter = cast("Callable[..., torch.Tensor]", LinearReduceScatter.apply)
 
 
 def _gather_forward(

@@ -20,6 +20,8 @@ def rows_of(x: torch.Tensor, sequence_dim: int, who: str) -> torch.Tensor:
         GTPValueError: fewer than two dims, or a sequence dim that is the last one or does not exist.
     """
     dim = _checked_dim(x, sequence_dim, who)
+    if x.ndim == 2:
+        return x
     return x.movedim(dim, 0).reshape(-1, x.shape[-1])
 
 
@@ -30,6 +32,8 @@ def from_rows(rows: torch.Tensor, like: torch.Tensor, sequence_dim: int, sequenc
         like: The tensor whose rows went in, for its other dims.
         sequence: Length of the sequence dim of the result.
     """
+    if like.ndim == 2:
+        return rows
     dim = sequence_dim % like.ndim
     others = [size for index, size in enumerate(like.shape[:-1]) if index != dim]
     return rows.view(sequence, *others, rows.shape[-1]).movedim(0, dim)
