@@ -171,16 +171,10 @@ def _forward(
 ) -> torch.Tensor:
     full = _full_weights(materialize_weight_for_forward(weights), weights, x, dtype)
     rows = as_rows(x)
-    y = x.new_empty(rows.shape[0], full[0].shape[0])
     stacked = None if biases else _stacked(rows, full)
-    if stacked is not None:
-        y = F.grouped_mm(rows, stacked.transpose(1, 2), offs=_ends(splits, rows.device))
-    else:
-        for i, (start, stop) in enumerate(_blocks(splits)):
-            if biases:
-                torch.addmm(biases[i], rows[start:stop], full[i].t(), out=y[start:stop])
-            else:
-                torch.mm(rows[start:stop], full[i].t(), out=y[start:stop])
+    if stacked is None:
+        return _plain(x, splits, full, biases)
+    y = F.grouped_mm(rows, stacked.transpose(1, 2), offs=_ends(splits, rows.device))
     y[sum(splits) :].zero_()
     return y.view(*x.shape[:-1], y.shape[1])
 
@@ -257,12 +251,12 @@ def _input_gradient(weights: list[torch.Tensor], splits: list[int], dy_rows: tor
     check_rows(weights, gathered, dy_rows.shape[1], "materialize_group_for_backward")
     full = [autocast_to(g, dy_rows.dtype) for g in gathered]
     stacked = _stacked(dy_rows, full)
-    if stacked is not None:
-        dx = F.grouped_mm(dy_rows, stacked, offs=_ends(splits, dy_rows.device))
-    else:
-        dx = dy_rows.new_empty(dy_rows.shape[0], full[0].shape[1])
-        for weight, (start, stop) in zip(full, _blocks(splits), strict=True):
-            torch.mm(dy_rows[start:stop], weight, out=dx[start:stop])
+    if stacked is None:
+        # Not written where it belongs at once: how a GEMM rounds may depend on where its output begins.
+        *blocks, tail = dy_rows.split([*splits, dy_rows.shape[0] - sum(splits)])
+        parts = [block.mm(weight) for block, weight in zip(blocks, full, strict=True)]
+        return torch.cat([*parts, parts[0].new_zeros(tail.shape[0], parts[0].shape[1])])
+    dx = F.grouped_mm(dy_rows, stacked, offs=_ends(splits, dy_rows.device))
     dx[sum(splits) :].zero_()
     return dx
 
