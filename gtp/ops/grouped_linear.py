@@ -267,7 +267,13 @@ def _blocks(splits: list[int]) -> list[tuple[int, int]]:
 
 
 def _ends(splits: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(list(accumulate(splits)), dtype=torch.int32, device=device)
+    """Where each expert's rows end, `[experts]` int32, without a copy from the host, which a CUDA graph cannot capture.
+
+    The numbers travel as arguments of the kernel.
+    """
+    ends = torch.zeros(len(splits), dtype=torch.int32, device=device)
+    torch._foreach_add_(ends.unbind(), list(accumulate(splits)))
+    return ends
 
 
 def _grouped_gemm_serves(rows: torch.Tensor) -> bool:

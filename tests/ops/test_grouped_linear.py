@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 
@@ -261,6 +262,31 @@ def assert_same_but_for_a_last_bit(grouped: list, looped: list) -> None:
 @pytest.mark.gpu
 def test_grouped_gemm_and_loop_agree_on_cuda() -> None:
     assert_same_but_for_a_last_bit(*grouped_gemm_and_loop("cuda"))
+
+
+@pytest.mark.gpu
+def test_grouped_gemm_is_captured_in_a_cuda_graph() -> None:
+    """The splits are numbers on the host: nothing of them may need a copy during the capture."""
+    torch.manual_seed(0)
+    splits = [33, 0, 50, 9]
+    group = Stacked.make_group([torch.randn(48, 64, device="cuda").bfloat16() for _ in range(4)])
+    x, other = torch.randn(2, 92, 64, device="cuda").bfloat16()
+    with torch.no_grad():
+        expected = [grouped_linear(rows, splits, group) for rows in (x, other)]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = grouped_linear(x, splits, group)
+        for rows, wanted in ((x.clone(), expected[0]), (other, expected[1])):
+            x.copy_(rows)
+            graph.replay()
+            assert torch.equal(y, wanted)
+
+
+@pytest.mark.parametrize("splits", [[3], [33, 0, 50, 9], [0] * 500, list(range(300))])
+def test_ends_of_experts_are_running_sums(splits: list[int]) -> None:
+    ends = sys.modules["gtp.ops.grouped_linear"]._ends(splits, torch.device("cpu"))
+    assert ends.dtype == torch.int32
+    assert ends.tolist() == list(itertools.accumulate(splits))
 
 
 @pytest.fixture
