@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks import common
-from gtp.ops.kernels.fused_add import FusedAdd
+from gtp.ops.kernels.fused_add import BLOCK, WARPS, FusedAdd
 from gtp.ops.peer import CudaDriver, Wait, Write
 
 
@@ -29,9 +29,9 @@ def bandwidth(args: argparse.Namespace) -> list[dict[str, Any]]:
     source, target = (torch.empty(numel * 4, dtype=torch.uint8, device="cuda") for _ in range(2))
     bytes_of: dict[str, int] = {"copy": 2 * source.numel()}
     variants: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source)}
-    for sms in (8, 16, 32, 64, 132):
+    for sms in (8, 16, 32, 44, 64, 132):
         for block, warps in ((16384, 32), (8192, 32), (8192, 16), (4096, 16)):
-            if args.quick and (block, warps) != (16384, 32):
+            if args.quick and (block, warps) != (BLOCK, WARPS):
                 continue
             for dtype, accumulate in ((torch.bfloat16, False), (torch.float32, True)):
                 into = torch.zeros(numel, dtype=dtype, device="cuda")
@@ -92,7 +92,7 @@ def beside_a_gemm(args: argparse.Namespace) -> list[dict[str, Any]]:
             gemm()
 
     variants: dict[str, Callable[[], object]] = {"GEMM alone": alone}
-    variants |= {f"GEMM beside additions on {sms} SMs": both(add(sms), 40) for sms in (8, 16, 32, 132)}
+    variants |= {f"GEMM beside additions on {sms} SMs": both(add(sms), 40) for sms in (8, 16, 32, 44, 132)}
     variants["GEMM beside local copies"] = both(copy, 60)
     timings = common.interleave(variants, torch.device("cuda"), rounds=5 if args.quick else 15)
     rows = common.rows_of("beside", "eager", timings, reference="GEMM alone")

@@ -45,7 +45,7 @@ class GTPConfig:
             `"copy_engine"`: peer copies in symmetric memory, inside one NVLink domain. `"auto"` (default)
             takes the copy engine where it works; `runtime.stats()` and one log line say which it was and why.
         reduce_sms: Upper bound on the streaming multiprocessors that the copy engine's gradient addition
-            kernel may occupy. Default 32. Ignored by `process_group`.
+            kernel may occupy. Default 44. Ignored by `process_group`.
         peer_timeout: Seconds that the copy engine may wait for another rank without any progress before `PeerError`
             names that rank. Default 600. `process_group` has its group's own timeout.
         debug: Compare each collective with the other ranks' before it starts, and raise `DesyncError` with
@@ -66,7 +66,7 @@ class GTPConfig:
     alignment: int = 1
     min_numel: int = 0
     transport: TransportName = "auto"
-    reduce_sms: int = 32
+    reduce_sms: int = 44
     peer_timeout: float = 600.0
     debug: bool = False
     debug_timeout: float = 10.0

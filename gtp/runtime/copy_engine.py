@@ -49,12 +49,13 @@ class CopyEngineTransport(Transport):
     """
 
     name = "copy_engine"
+    peers_read = True
 
     def __init__(
         self,
         device: torch.device,
         *,
-        reduce_sms: int = 32,
+        reduce_sms: int = 44,
         peer_timeout: float = 600.0,
         driver: Driver | None = None,
         make_arena: ArenaFactory | None = None,
