@@ -148,9 +148,9 @@ def variants(
 
             return step
 
-        steps["copy_engine, one stream"] = with_settings(_TWO_STREAMS=1 << 60)
         steps["copy_engine, uncut"] = with_settings(_TILE=1 << 60)
-        steps["copy_engine, uncut, one stream"] = with_settings(_TILE=1 << 60, _TWO_STREAMS=1 << 60)
+        steps["copy_engine, cut at a quarter"] = with_settings(_TILE=copy_engine._TILE // 4)
+        steps["copy_engine, always cut"] = with_settings(_TILE=1)
     return steps
 
 
@@ -165,13 +165,19 @@ def check(operands: Operands, backends: dict[str, GemmBackend]) -> None:
                 raise SystemExit(f"{operands.case.name}: {name} differs from unfused by {error} of {scale}")
 
 
-def run(device: torch.device, args: argparse.Namespace) -> None:
-    """On every rank."""
+def backends_of(device: torch.device) -> dict[str, GemmBackend]:
+    """Every implementation that runs here; "gemm" is the product alone."""
     backends: dict[str, GemmBackend] = {"gemm": SingleRankBackend()}
     backends["unfused"] = gemm_backend("collective", dist.group.WORLD)
     if device.type == "cuda":
         for name in ("symm_mem", "copy_engine"):
             backends[name] = gemm_backend(name, dist.group.WORLD, device=device)
+    return backends
+
+
+def run(device: torch.device, args: argparse.Namespace) -> None:
+    """On every rank."""
+    backends = backends_of(device)
     rows: list[dict[str, Any]] = []
     rounds, iterations = (5, 3) if args.quick else (12, 8)
     for case in tiny_cases() if args.tiny else cases(args):

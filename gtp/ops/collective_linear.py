@@ -216,7 +216,7 @@ def all_gather_linear(
         GTPValueError: shapes or dtypes that do not fit; K not a multiple of R (see [Note: the saved slice]).
         DesyncError: ranks come with different shapes (see `Agreement` for when this is noticed).
     """
-    return all_gather_linear_multi(x, [weight], [bias], backend=backend, sequence_dim=sequence_dim)[0]
+    return _all_gather(x, [weight], [bias], backend, sequence_dim)[0]
 
 
 @outside_graphs
@@ -229,6 +229,16 @@ def all_gather_linear_multi(
     sequence_dim: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     """As `all_gather_linear`, for several weights of one input, with one gather. Returns one output per weight."""
+    return _all_gather(x, weights, biases, backend, sequence_dim)
+
+
+def _all_gather(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[_Optional] | None,
+    backend: GemmBackend,
+    sequence_dim: int,
+) -> tuple[torch.Tensor, ...]:
     who = "all_gather_linear"
     if not weights:
         raise GTPValueError(f"{who}: weights must not be empty")
@@ -310,14 +320,11 @@ def _gather_forward(
     keep: bool,
 ) -> tuple[list[torch.Tensor], _Optional]:
     """Outputs `[M, N_i/R]` and, if `keep`, the saved slice `[M, K/R]`."""
-    with backend.gather(x_shard_m.contiguous(), whole=keep) as gathering:
+    with backend.gather(x_shard_m.contiguous(), columns=keep) as gathering:
         # each weight leads a group of its own; their gathers and the activation's are under way together
         matrices = [forward_matrix(weight, x_shard_m, autocast) for weight in weights]
         ys = gathering.matmul([Factor(w.t(), bias) for w, bias in zip(matrices, biases, strict=True)])
-        if not keep:
-            return ys, None
-        width = x_shard_m.shape[1] // backend.size
-        return ys, gathering.full().narrow(1, backend.rank * width, width).contiguous()
+        return ys, gathering.columns() if keep else None
 
 
 def _gather_backward(
@@ -334,7 +341,7 @@ def _gather_backward(
         if dy is not None and needs_dw[i]
     ]
     if wanted:
-        with backend.gather(x_shard_k.t(), whole=False) as gathering:
+        with backend.gather(x_shard_k.t()) as gathering:
             gathering.matmul([Factor(dy, out=target.matrix.t()) for _, dy, target in wanted])
         for i, _, target in wanted:
             dweights[i] = target.finish()

@@ -87,11 +87,7 @@ def exact(name: str, world: int) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     backend = make(name)
     for split in (False, True):
-        tile, two_streams = (1, 1) if split else (1 << 40, 1 << 40)
-        with (
-            mock.patch.object(copy_engine, "_TILE", tile),
-            mock.patch.object(copy_engine, "_TWO_STREAMS", two_streams),
-        ):
+        with mock.patch.object(copy_engine, "_TILE", 1 if split else 1 << 40):
             for case in (
                 Case(ranks=world),
                 Case(ranks=world, sequence_dim=1, dtype=torch.bfloat16),
@@ -220,11 +216,7 @@ def block_and_input(name: str, fused: bool) -> tuple[torch.nn.Module, torch.Tens
 
 def graphed(name: str, fused: bool, cut: bool) -> None:
     """Forward and backward in a graph, replayed with new inputs, eager steps of other sizes between."""
-    sizes = (1, 1) if cut else (1 << 40, 1 << 40)
-    with (
-        mock.patch.object(copy_engine, "_TILE", sizes[0]),
-        mock.patch.object(copy_engine, "_TWO_STREAMS", sizes[1]),
-    ):
+    with mock.patch.object(copy_engine, "_TILE", 1 if cut else 1 << 40):
         _graphed(name, fused)
 
 

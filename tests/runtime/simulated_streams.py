@@ -15,7 +15,8 @@ import ctypes
 import dataclasses
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -99,16 +100,24 @@ class Machine:
         assert self._arenas[key][0].numel() == nbytes, "ranks disagree on an arena's size"
         return self._arenas[key]
 
-    def run(self, seed: int) -> None:
-        """Executes everything that is queued."""
+    def run(self, seed: int, *, ahead: int | None = None) -> None:
+        """Executes everything that is queued.
+
+        Args:
+            seed: Of the order.
+            ahead: A rank that runs as far as it can before any other gets a turn.
+        """
         order = random.Random(seed)
         while True:
-            candidates = [c for queue in self.queues.values() if queue for c in self._runnable(queue, order)]
-            if not candidates:
+            runnable = {
+                key: found for key, queue in self.queues.items() if queue and (found := self._runnable(queue, order))
+            }
+            if not runnable:
                 if any(self.queues.values()):
                     raise Deadlock(self._where())
                 return
-            queue, operation = order.choice(candidates)
+            ours = [c for (rank, _), found in runnable.items() if rank == ahead for c in found]
+            queue, operation = order.choice(ours or [c for found in runnable.values() for c in found])
             head = queue[0]
             operation.run()
             self.executed += 1
@@ -163,7 +172,7 @@ class SimulatedDriver:
     def __init__(self, machine: Machine, rank: int) -> None:
         self.machine = machine
         self.rank = rank
-        self.main = machine.handle()
+        self.main = self._current = machine.handle()
         self._capture: _Capture | None = None
         self._made: dict[str, int] = {}
 
@@ -176,7 +185,7 @@ class SimulatedDriver:
         return self.machine.handle()
 
     def current_stream(self) -> int:
-        return self.main
+        return self._current
 
     def capture(self) -> int:
         return 0 if self._capture is None else self._capture.identifier
@@ -214,6 +223,19 @@ class SimulatedDriver:
                 stream,
             )
 
+    def copy_rows(self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, stream: int) -> None:
+        for row in range(rows):
+            to, of = dst + row * dst_pitch, src + row * src_pitch
+            self.queue(Operation(f"copy {width}", lambda to=to, of=of: ctypes.memmove(to, of, width)), stream)
+
+    @contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
     def batch(self, ops: Sequence[SignalOp]) -> list[SignalOp]:
         return list(ops)
 
@@ -242,7 +264,7 @@ class SimulatedDriver:
 
     def compute(self, run: Callable[[], object], what: str = "compute") -> None:
         """Something on the current stream."""
-        self.queue(Operation(what, run), self.main)
+        self.queue(Operation(what, run), self._current)
 
     def make_arena(self, nbytes: int, group: FakeGroup) -> _Arena:
         made = self._made.get(group.group_name, 0)

@@ -13,6 +13,9 @@ _DEBUG_TIMEOUT = datetime.timedelta(seconds=10)
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
 _KEPT = 4  # own notes that stay in the store in debug mode; peers are at most one step behind
 
+Operation = tuple[str, int, int, torch.dtype]
+"""What it is called, rows and columns of what one rank has, and their dtype."""
+
 
 class Agreement:
     """Compares notes of all ranks of a group through the job's rendezvous store. No collective, nothing on the device.
@@ -30,22 +33,24 @@ class Agreement:
         self._process_group = process_group
         self._every_call = every_call
         self._timeout = _DEBUG_TIMEOUT if every_call else _DEFAULT_TIMEOUT
-        self._seen: set[str] = set()
+        self._seen: set[Operation] = set()
         self._step = 0
         self._store: dist.PrefixStore | None = None
 
-    def check(self, what: str) -> None:
-        """All ranks of the group are about to do `what`.
+    def check(self, operation: Operation) -> None:
+        """All ranks of the group are about to do `operation`.
 
         Raises:
             DesyncError: another rank is about to do something else, or does not come.
         """
         if not self._every_call:
-            if what in self._seen:
+            if operation in self._seen:
                 return
-            self._seen.add(what)
+            self._seen.add(operation)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
+        name, rows, columns, dtype = operation
+        what = f"{name} {(rows, columns)} {dtype}"
         store = self._connected()
         step, self._step = self._step, self._step + 1
         me = dist.get_rank()

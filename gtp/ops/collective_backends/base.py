@@ -8,7 +8,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -33,7 +32,13 @@ class Factor:
 
 
 class Gathering(abc.ABC):
-    """An all-gather of rows that has begun. Lives inside the `with` block of `GemmBackend.gather`."""
+    """An all-gather of rows, under way inside its own `with` block."""
+
+    def __enter__(self) -> Gathering:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish()
 
     @abc.abstractmethod
     def matmul(self, factors: Sequence[Factor]) -> list[torch.Tensor]:
@@ -45,6 +50,17 @@ class Gathering(abc.ABC):
 
         Only of a gathering that was started with `whole=True`.
         """
+
+    @abc.abstractmethod
+    def columns(self) -> torch.Tensor:
+        """This rank's columns of the gathered rows, `[M, K/R]`, in memory of their own, to be read after the block.
+
+        Only of a gathering that was started with `columns=True`; inside the block, after `matmul`.
+        """
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """Nothing stays in flight, whether or not somebody read it."""
 
 
 class GemmBackend(abc.ABC):
@@ -73,12 +89,13 @@ class GemmBackend(abc.ABC):
         self._agreement = None if process_group is None else Agreement(process_group, every_call=debug)
 
     @abc.abstractmethod
-    def gather(self, rows: torch.Tensor, *, whole: bool) -> AbstractContextManager[Gathering]:
-        """Starts gathering every rank's rows.
+    def gather(self, rows: torch.Tensor, *, whole: bool = False, columns: bool = False) -> Gathering:
+        """A gathering of every rank's rows; entering its `with` block starts it.
 
         Args:
             rows: `[M/R, K]`, contiguous, or the transpose of something contiguous. Not written before the block ends.
             whole: Whether `Gathering.full` will be asked for.
+            columns: Whether `Gathering.columns` will be asked for; K is a multiple of R then, and `rows` contiguous.
         """
 
     @abc.abstractmethod
@@ -89,10 +106,10 @@ class GemmBackend(abc.ABC):
             products: Pairs `a [M, K_i]`, `b [K_i, N]`, any strides; M is a multiple of R.
         """
 
-    def agree(self, what: str) -> None:
+    def agree(self, operation: str, rows: int, columns: int, dtype: torch.dtype) -> None:
         """Raises on every rank if ranks are about to do different things. See `Agreement`."""
         if self._agreement is not None:
-            self._agreement.check(what)
+            self._agreement.check((operation, rows, columns, dtype))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GemmBackend:
         # a copied module talks over the same group; process groups and peer memory cannot be copied

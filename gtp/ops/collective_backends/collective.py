@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from gtp.ops.collective_backends.base import Factor, Gathering, GemmBackend
 class CollectiveBackend(GemmBackend):
     """The reference: what Megatron-style tensor parallelism does without fusion.
 
-    The gather starts when `gather` is called and is waited for by the first GEMM, so whatever the caller does in
+    The gather starts at once and is waited for by the first GEMM, so whatever the caller does in
     between (materializing a weight) overlaps it. Sums over ranks are the process group's: NCCL and gloo add in the
     tensors' dtype.
     """
@@ -22,27 +21,23 @@ class CollectiveBackend(GemmBackend):
     name = "collective"
     gathers_under_matmul = False
 
-    @contextmanager
-    def gather(self, rows: torch.Tensor, *, whole: bool) -> Iterator[Gathering]:
-        gathering = self._start(rows.contiguous())
-        yield gathering
-        gathering.full()  # nothing may stay in flight, even if nobody read it
+    def gather(self, rows: torch.Tensor, *, whole: bool = False, columns: bool = False) -> Gathering:
+        rows = rows.contiguous()
+        self.agree("gather", rows.shape[0], rows.shape[1], rows.dtype)
+        full = rows.new_empty(self.size * rows.shape[0], rows.shape[1])
+        work = None
+        if rows.numel():
+            work = dist.all_gather_into_tensor(full, rows, group=self.process_group, async_op=True)
+        return Gathered(self, full, work)
 
     def matmul_reduce_scatter(self, products: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         partial = sum_of_products(products)
         rows = partial.shape[0] // self.size
-        self.agree(f"reduce-scatter {tuple(partial.shape)} {partial.dtype}")
+        self.agree("reduce-scatter", partial.shape[0], partial.shape[1], partial.dtype)
         out = partial.new_empty(rows, partial.shape[1])
         if out.numel():
             dist.reduce_scatter_tensor(out, partial, op=dist.ReduceOp.SUM, group=self.process_group)
         return out
-
-    def _start(self, rows: torch.Tensor) -> Gathered:
-        self.agree(f"gather {tuple(rows.shape)} {rows.dtype}")
-        full = rows.new_empty(self.size * rows.shape[0], rows.shape[1])
-        if not rows.numel():
-            return Gathered(full, None)
-        return Gathered(full, dist.all_gather_into_tensor(full, rows, group=self.process_group, async_op=True))
 
 
 class SingleRankBackend(GemmBackend):
@@ -54,9 +49,8 @@ class SingleRankBackend(GemmBackend):
     def __init__(self) -> None:
         super().__init__(None)
 
-    @contextmanager
-    def gather(self, rows: torch.Tensor, *, whole: bool) -> Iterator[Gathering]:
-        yield Gathered(rows, None)
+    def gather(self, rows: torch.Tensor, *, whole: bool = False, columns: bool = False) -> Gathering:
+        return Gathered(self, rows, None)
 
     def matmul_reduce_scatter(self, products: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         return sum_of_products(products)
@@ -66,11 +60,13 @@ class Gathered(Gathering):
     """Rows that are there, or on their way by a collective.
 
     Args:
+        backend: Knows the rank.
         full: `[M, K]`.
         work: What to wait for before they are read.
     """
 
-    def __init__(self, full: torch.Tensor, work: dist.Work | None) -> None:
+    def __init__(self, backend: GemmBackend, full: torch.Tensor, work: dist.Work | None) -> None:
+        self._backend = backend
         self._full = full
         self._work = work
 
@@ -83,6 +79,18 @@ class Gathered(Gathering):
             self._work.wait()
             self._work = None
         return self._full
+
+    def columns(self) -> torch.Tensor:
+        return columns_of(self.full(), self._backend)
+
+    def finish(self) -> None:
+        self.full()
+
+
+def columns_of(full: torch.Tensor, backend: GemmBackend) -> torch.Tensor:
+    """A rank's equal part of the columns of gathered rows, `[M, K/R]`; the rows themselves if it is the only rank."""
+    width = full.shape[1] // backend.size
+    return full.narrow(1, backend.rank * width, width).contiguous()
 
 
 def multiply(

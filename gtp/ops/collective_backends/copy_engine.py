@@ -5,15 +5,19 @@ multiplies the others' rows, in the order in which they come. Multiply, then red
 others' rows first and pushes each product to its owner while it computes the next; its own rows come last, and what the
 peers sent is added to them. `Workspace` says how ranks know what is there and what is free.
 
-[Note: one operation, one fork and join] Copy streams fork from the current stream when an operation begins, and join it
-when the operation ends. So whatever is queued on the current stream afterwards, an allocator's reuse of an operand or a
-replay of a captured graph included, is ordered after all of it, and nothing is in flight between operations but the
-peers' consent to send again.
+[Note: products in turn on two streams] A GEMM cut in parts would wait between them: for flags, for the launch, for the
+last SMs of each part. So parts go on the current stream and on a second one in turn, each behind what it needs: while
+one waits, the other computes, and SMs that one part leaves take up the next.
+
+[Note: one operation, one fork and join] Other streams fork from the current stream when an operation begins, and it
+joins them when the operation ends. So whatever is queued on the current stream afterwards, an allocator's reuse of an
+operand or a replay of a captured graph included, is ordered after all of it. Nothing is in flight between operations
+but consent to send again: this rank's to its peers, which no later work of this rank waits for, and theirs.
 
 [Note: no deadlock between branches] Streams that look independent may share a hardware queue, and a graph may put
-independent branches in any order, so a wait for a peer may hold back a copy that another peer waits for. Therefore the
-wait for what arrives at one step comes after this rank's own copies of that step have been made, in every order that
-the dependencies allow. A rank held at a step then waits for a rank held at an earlier step, and that chain ends.
+independent branches in any order, so a wait for a peer may hold back a copy that another peer waits for. Therefore all
+copies go on one stream, and the wait for what arrives at one step comes after this rank's own copy of that step has
+been made. A rank held at a step then waits for a rank held at an earlier step, and that chain ends.
 """
 
 from __future__ import annotations
@@ -31,7 +35,6 @@ from gtp.ops.collective_backends.collective import Gathered, multiply, sum_of_pr
 from gtp.ops.collective_backends.workspace import CHUNKS, ArenaFactory, Slot, Workspace
 from gtp.ops.peer import Arena, CudaDriver, Driver, SymmetricArena
 
-_TWO_STREAMS = 1 << 20  # bytes of a block from which on two streams copy it
 _TILE = 128 * 128  # elements of a product that one SM computes at a time, or more
 
 
@@ -71,11 +74,14 @@ class CopyEngineBackend(GemmBackend):
         self.driver: Driver = CudaDriver(device) if driver is None else driver
         self._make_arena = make_arena or self._symmetric
         self._sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        self.lanes = tuple(self.driver.new_stream() for _ in range(CHUNKS))
-        self.local_copies = self.driver.new_stream()
-        self.fork_event, self.local_event = self.driver.new_event(), self.driver.new_event()
-        # per step and lane; a step is one block to the peer that many ranks above, and one from as many below
-        self.sent = [[self.driver.new_event() for _ in range(CHUNKS)] for _ in range(1, self.size)]
+        new_stream, new_event = self.driver.new_stream, self.driver.new_event
+        self.lane, self.local_copies = new_stream(), new_stream()
+        self.second = new_stream(urgent=False)
+        self.started, self.ready, self.joined, self.done, self.local = (new_event() for _ in range(5))
+        # per step and chunk; a step is one block to the peer that many ranks above, and one from as many below
+        self.computed, self.sent, self.arrived = (
+            [[new_event() for _ in range(CHUNKS)] for _ in range(1, self.size)] for _ in range(3)
+        )
         self._workspace: Workspace | None = None
         self._kept: list[Workspace] = []
         self._busy = False
@@ -99,77 +105,27 @@ class CopyEngineBackend(GemmBackend):
         if old is not None and old.captured:
             self._kept.append(old)
 
-    @contextmanager
-    def gather(self, rows: torch.Tensor, *, whole: bool) -> Iterator[Gathering]:
-        self.agree(f"gather {tuple(rows.shape)} {rows.dtype}")
+    def gather(self, rows: torch.Tensor, *, whole: bool = False, columns: bool = False) -> Gathering:
+        self.agree("gather", rows.shape[0], rows.shape[1], rows.dtype)
         if not rows.numel():
-            yield Gathered(rows.new_empty(rows.shape[0] * self.size, rows.shape[1]), None)
-            return
-        with self._operation(rows.nbytes * self.size) as slot:
-            gathering = _Gathering(self, slot, rows, whole)
-            try:
-                yield gathering
-            finally:
-                # also after an error, which most likely is one on every rank: the peers' copies are on their way, and
-                # flags must not be left in the middle of something
-                gathering.finish()
+            return Gathered(self, rows.new_empty(rows.shape[0] * self.size, rows.shape[1]), None)
+        return _Gathering(self, rows, whole, columns)
 
     def matmul_reduce_scatter(self, products: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         a, b = products[0]
-        self.agree(f"reduce-scatter {(a.shape[0], b.shape[1])} {a.dtype}")
+        self.agree("reduce-scatter", a.shape[0], b.shape[1], a.dtype)
         out = a.new_empty(a.shape[0] // self.size, b.shape[1])
         if not out.numel():
             return out
-        with self._operation(out.nbytes * self.size) as slot:
+        slot = self.begin(out.nbytes * self.size)
+        try:
             _Scattering(self, slot, products, out).run()
+        finally:
+            self.end()
         return out
 
-    def fills_the_gpu(self, *shape: int) -> bool:
-        """Whether a product of this shape has work for every SM, so that cutting a larger one there costs little."""
-        return math.prod(shape) >= self._sms * _TILE
-
-    def chunks_for(self, nbytes: int) -> int:
-        """Into how many chunks a block of so many bytes is cut. Every rank says the same."""
-        return CHUNKS if nbytes >= _TWO_STREAMS else 1
-
-    def fork(self, *streams: int) -> None:
-        """Streams go on after what the current stream has so far."""
-        self.driver.record(self.fork_event, self.driver.current_stream())
-        for stream in streams:
-            self.driver.wait_event(stream, self.fork_event)
-
-    def send(self, slot: Slot, step: int, block: torch.Tensor, chunk: int, rows: tuple[int, int]) -> None:
-        """Queues one chunk of this rank's block to the peer of a step; its lane has forked already."""
-        driver, lane = self.driver, self.lanes[chunk]
-        peer = (self.rank + step) % self.size
-        driver.submit(slot.reclaim[chunk][peer], lane)
-        start, stop = rows
-        if stop > start:
-            row_bytes = block.nbytes // block.shape[0]
-            at = start * row_bytes
-            target = slot.pointers[peer] + self.rank * block.nbytes + at
-            driver.copy(target, block.data_ptr() + at, (stop - start) * row_bytes, lane)
-        driver.submit(slot.post[chunk][peer], lane)
-        driver.record(self.sent[step - 1][chunk], lane)
-
-    def receive(self, slot: Slot, step: int, chunks: Sequence[int]) -> int:
-        """Holds the current stream until these chunks from the peer of a step are there. Returns the peer.
-
-        See [Note: no deadlock between branches]; it also joins the lanes.
-        """
-        driver, current = self.driver, self.driver.current_stream()
-        peer = (self.rank - step) % self.size
-        for chunk in chunks:
-            driver.wait_event(current, self.sent[step - 1][chunk])
-        driver.submit(slot.arrived[tuple(chunks)][peer], current)
-        return peer
-
-    def release(self, slot: Slot, chunks: int) -> None:
-        """The slot is free for the peers, in the order of the current stream."""
-        self.driver.submit(slot.release[chunks], self.driver.current_stream())
-
-    @contextmanager
-    def _operation(self, nbytes: int) -> Iterator[Slot]:
+    def begin(self, nbytes: int) -> Slot:
+        """The slot of an operation; `end` must follow."""
         if self._busy:
             raise GTPStateError(
                 "tp_gemm_backend='copy_engine': a collective GEMM was started inside another one over the same backend"
@@ -180,10 +136,67 @@ class CopyEngineBackend(GemmBackend):
         if self.driver.capture():
             workspace.captured = True
         self._busy = True
-        try:
-            yield workspace.next_slot()
-        finally:
-            self._busy = False
+        return workspace.next_slot()
+
+    def end(self) -> None:
+        self._busy = False
+
+    def fills_the_gpu(self, *shape: int) -> bool:
+        """Whether a product of this shape has work for every SM, so that cutting a larger one there costs little."""
+        return math.prod(shape) >= self._sms * _TILE
+
+    def fork(self, event: int, stream: int) -> None:
+        """A stream goes on after what the current stream has so far."""
+        self.driver.record(event, self.driver.current_stream())
+        self.driver.wait_event(stream, event)
+
+    def join(self, event: int, stream: int) -> None:
+        """The current stream goes on after what a stream has so far."""
+        self.driver.record(event, stream)
+        self.driver.wait_event(self.driver.current_stream(), event)
+
+    def send(self, slot: Slot, step: int, chunk: int, block: torch.Tensor, rows: tuple[int, int]) -> None:
+        """Queues some rows of this rank's contiguous block to the peer of a step; the lane has forked already."""
+        driver, lane = self.driver, self.lane
+        peer = (self.rank + step) % self.size
+        driver.submit(slot.reclaim[chunk][peer], lane)
+        start, stop = rows
+        if stop > start:
+            nbytes = block.nbytes
+            at = start * nbytes // block.shape[0]
+            target = slot.pointers[peer] + self.rank * nbytes + at
+            driver.copy(target, block.data_ptr() + at, (stop - start) * nbytes // block.shape[0], lane)
+        driver.submit(slot.post[chunk][peer], lane)
+        driver.record(self.sent[step - 1][chunk], lane)
+
+    def receive(self, slot: Slot, step: int, chunk: int) -> int:
+        """Holds the current stream until a chunk from the peer of a step is there. Returns the peer.
+
+        See [Note: no deadlock between branches]; it also joins the lane.
+        """
+        driver, current = self.driver, self.driver.current_stream()
+        peer = (self.rank - step) % self.size
+        driver.wait_event(current, self.sent[step - 1][chunk])
+        driver.submit(slot.arrived[chunk][peer], current)
+        return peer
+
+    def release(self, slot: Slot, chunks: int) -> None:
+        """The slot is free for the peers, in the order of the current stream."""
+        driver = self.driver
+        if driver.capture():
+            driver.submit(slot.release[chunks], driver.current_stream())  # a capture joins everything
+        else:
+            self.fork(self.done, self.second)
+            driver.submit(slot.release[chunks], self.second)
+
+    @contextmanager
+    def part(self, index: int) -> Iterator[None]:
+        """For the work of the `index`-th part of a product. See [Note: products in turn on two streams]."""
+        if index % 2:
+            with self.driver.on(self.second):
+                yield
+        else:
+            yield
 
     def _symmetric(self, nbytes: int, process_group: dist.ProcessGroup) -> Arena:
         return SymmetricArena(nbytes, process_group, self._device)
@@ -198,26 +211,50 @@ def chunk_rows(rows: int, chunks: int) -> list[tuple[int, int]]:
 class _Gathering(Gathering):
     """One all-gather. Peers' rows lie in the slot; this rank's own are multiplied where they are."""
 
-    def __init__(self, backend: CopyEngineBackend, slot: Slot, rows: torch.Tensor, whole: bool) -> None:
+    def __init__(self, backend: CopyEngineBackend, rows: torch.Tensor, whole: bool, columns: bool) -> None:
         self._backend = backend
-        self._slot = slot
+        self._rows = rows
         # What travels is memory as it lies. Of a transpose, every block is one, and their products go one by one.
         self._transposed = not rows.is_contiguous()
-        self._rows = rows
         self._whole = whole
-        memory = rows.t() if self._transposed else rows
-        blocks = slot.blocks((backend.size, *memory.shape), rows.dtype)
-        self._blocks = blocks.transpose(1, 2) if self._transposed else blocks
-        self._chunks = range(backend.chunks_for(rows.nbytes))
+        self._with_columns = columns
         self._steps = list(range(1, backend.size))
-        self._copied_locally = False
-        if whole:
-            self._copy_own_rows()
-        backend.fork(*backend.lanes[: len(self._chunks)])
-        spans = chunk_rows(memory.shape[0], len(self._chunks))
+        self._locally = False  # whether there are copies on the stream of local ones
+
+    def __enter__(self) -> _Gathering:
+        self._slot = self._backend.begin(self._rows.nbytes * self._backend.size)
+        try:
+            self._start()
+        except BaseException:
+            self._backend.end()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # also after an error, which most likely is one on every rank: the peers' copies are on their way, and flags
+        # must not be left in the middle of something
+        try:
+            self.finish()
+        finally:
+            self._backend.end()
+
+    def _start(self) -> None:
+        backend, rows = self._backend, self._rows
+        memory = rows.t() if self._transposed else rows
+        blocks = self._slot.blocks((backend.size, *memory.shape), rows.dtype)
+        self._blocks = blocks.transpose(1, 2) if self._transposed else blocks
+        if self._with_columns:
+            self._columns = rows.new_empty(rows.shape[0] * backend.size, rows.shape[1] // backend.size)
+        backend.fork(backend.started, backend.lane)
         for step in self._steps:
-            for chunk in self._chunks:
-                backend.send(slot, step, memory, chunk, spans[chunk])
+            backend.send(self._slot, step, 0, memory, (0, memory.shape[0]))
+        if self._whole or self._with_columns:
+            backend.driver.wait_event(backend.local_copies, backend.started)
+            self._locally = True
+        if self._whole:
+            self._copy_own_rows()
+        if self._with_columns:
+            self._copy_columns(backend.rank, rows.data_ptr())
 
     def matmul(self, factors: Sequence[Factor]) -> list[torch.Tensor]:
         backend, rows = self._backend, self._rows
@@ -237,10 +274,13 @@ class _Gathering(Gathering):
             for factor, out in zip(factors, outs, strict=True):
                 multiply(source, factor.matrix, factor.bias, out.narrow(0, rank * count, count))
 
+        backend.fork(backend.ready, backend.second)
         block(backend.rank, rows)
-        while self._steps:
-            peer = backend.receive(self._slot, self._steps.pop(0), self._chunks)
-            block(peer, self._blocks[peer])
+        for part in range(1, backend.size):
+            with backend.part(part):
+                peer = self._receive()
+                block(peer, self._blocks[peer])
+        backend.join(backend.joined, backend.second)
         return outs
 
     def full(self) -> torch.Tensor:
@@ -248,33 +288,55 @@ class _Gathering(Gathering):
             raise GTPStateError("gathered rows were asked for, and the gathering was not started with whole=True")
         return self._gathered()
 
+    def columns(self) -> torch.Tensor:
+        if not self._with_columns:
+            raise GTPStateError("columns were asked for, and the gathering was not started with columns=True")
+        return self._columns
+
     def finish(self) -> None:
         """The slot is free for the peers; operands and copy streams are free for whatever comes next."""
         self._receive_all()
-        self._backend.release(self._slot, len(self._chunks))
-        self._join_own_rows()
+        self._join_local_copies()
+        self._backend.release(self._slot, 1)
 
     def _gathered(self) -> torch.Tensor:
         self._receive_all()
-        if not self._copied_locally:
+        if not self._whole:
+            self._backend.fork(self._backend.started, self._backend.local_copies)
             self._copy_own_rows()
-        self._join_own_rows()
+            self._whole = True
+        self._join_local_copies()
         return self._blocks.flatten(0, 1)
 
     def _receive_all(self) -> None:
         while self._steps:
-            self._backend.receive(self._slot, self._steps.pop(0), self._chunks)
+            self._receive()
+
+    def _receive(self) -> int:
+        """The next peer, whose rows are there in the order of the current stream."""
+        backend, step = self._backend, self._steps.pop(0)
+        peer = backend.receive(self._slot, step, 0)
+        if self._with_columns:
+            backend.fork(backend.arrived[step - 1][0], backend.local_copies)
+            self._copy_columns(peer, self._blocks[peer].data_ptr())
+        return peer
 
     def _copy_own_rows(self) -> None:
         backend, own = self._backend, self._blocks[self._backend.rank]
-        self._copied_locally = True
-        backend.fork(backend.local_copies)
         backend.driver.copy(own.data_ptr(), self._rows.data_ptr(), self._rows.nbytes, backend.local_copies)
-        backend.driver.record(backend.local_event, backend.local_copies)
+        self._locally = True
 
-    def _join_own_rows(self) -> None:
-        if self._copied_locally:
-            self._backend.driver.wait_event(self._backend.driver.current_stream(), self._backend.local_event)
+    def _copy_columns(self, rank: int, source: int) -> None:
+        """A rank's rows, this rank's columns of them. No kernel: those of torch are slow at it and take SMs."""
+        backend, (rows, k) = self._backend, self._rows.shape
+        width, pitch = self._columns[0].nbytes, k * self._rows.element_size()
+        target = self._columns.data_ptr() + rank * rows * width
+        backend.driver.copy_rows(target, width, source + backend.rank * width, pitch, width, rows, backend.local_copies)
+
+    def _join_local_copies(self) -> None:
+        if self._locally:
+            self._backend.join(self._backend.local, self._backend.local_copies)
+            self._locally = False
 
 
 class _Scattering:
@@ -292,31 +354,31 @@ class _Scattering:
         self._products = products
         self._out = out
         self._blocks = slot.blocks((backend.size, *out.shape), out.dtype)
-        self._chunks = range(backend.chunks_for(out.nbytes))
-        self._spans = chunk_rows(out.shape[0], len(self._chunks))
         # Of two ranks, chunks are products of their own: the peer's first half arrives while this rank computes its
         # second, and is added in the accumulator of this rank's own first half.
-        start, stop = self._spans[0]
-        large = backend.fills_the_gpu(stop - start, out.shape[1])
-        self._halves = backend.size == 2 and len(self._chunks) > 1 and large
+        self._halves = backend.size == 2 and backend.fills_the_gpu(-(-out.shape[0] // 2), out.shape[1])
+        self._spans = chunk_rows(out.shape[0], CHUNKS if self._halves else 1)
 
     def run(self) -> None:
         """Computes, sends, receives and adds; `out` is complete in the order of the current stream."""
         backend = self._backend
         # kept until the copies have joined: nothing else may get this memory before
         sent = self._out.new_empty(backend.size - 1, *self._out.shape)
+        backend.fork(backend.ready, backend.second)
+        part = 0
         for step in range(1, backend.size):
             peer, product = (backend.rank + step) % backend.size, sent[step - 1]
-            for chunks in [[c] for c in self._chunks] if self._halves else [list(self._chunks)]:
-                self._multiply(peer, (self._spans[chunks[0]][0], self._spans[chunks[-1]][1]), product)
-                backend.fork(*(backend.lanes[chunk] for chunk in chunks))
-                for chunk in chunks:
-                    backend.send(self._slot, step, product, chunk, self._spans[chunk])
+            for chunk, span in enumerate(self._spans):
+                with backend.part(part):
+                    self._multiply(peer, span, product)
+                    backend.fork(backend.computed[step - 1][chunk], backend.lane)
+                backend.send(self._slot, step, chunk, product, span)
+                part += 1
         if self._halves:
-            self._own_rows_on_top()
+            self._own_rows_on_top(part)
         else:
-            self._own_rows_and_sum()
-        backend.release(self._slot, len(self._chunks))
+            self._own_rows_and_sum(part)
+        backend.release(self._slot, len(self._spans))
 
     def _multiply(self, rank: int, span: tuple[int, int], into: torch.Tensor) -> None:
         """The product of some of a rank's rows, into the same rows of `into`."""
@@ -326,20 +388,26 @@ class _Scattering:
         first, count = rank * self._out.shape[0] + span[0], span[1] - span[0]
         return [(a.narrow(0, first, count), b) for a, b in self._products]
 
-    def _own_rows_on_top(self) -> None:
+    def _own_rows_on_top(self, part: int) -> None:
         """Two ranks: `out = peer's product + own rows' product`, chunk by chunk, inside the accumulator."""
+        backend = self._backend
         for chunk, span in enumerate(self._spans):
-            peer = self._backend.receive(self._slot, 1, [chunk])
-            out, total = self._out[slice(*span)], self._blocks[peer, slice(*span)]
-            for a, b in self._operands(self._backend.rank, span):
-                add_product(total, a, b, out)
-                total = out
+            with backend.part(part + chunk):
+                peer = backend.receive(self._slot, 1, chunk)
+                out, total = self._out[slice(*span)], self._blocks[peer, slice(*span)]
+                for a, b in self._operands(backend.rank, span):
+                    add_product(total, a, b, out)
+                    total = out
+        backend.join(backend.joined, backend.second)
 
-    def _own_rows_and_sum(self) -> None:
-        """`out = sum over ranks of their products`, own rows last, in rank order."""
-        self._multiply(self._backend.rank, (0, self._out.shape[0]), self._blocks[self._backend.rank])
-        for step in range(1, self._backend.size):
-            self._backend.receive(self._slot, step, self._chunks)
+    def _own_rows_and_sum(self, part: int) -> None:
+        """`out = sum over ranks of their products`, in rank order."""
+        backend = self._backend
+        with backend.part(part):
+            self._multiply(backend.rank, (0, self._out.shape[0]), self._blocks[backend.rank])
+        backend.join(backend.joined, backend.second)
+        for step in range(1, backend.size):
+            backend.receive(self._slot, step, 0)
         add_blocks(self._blocks, self._out)
 
 

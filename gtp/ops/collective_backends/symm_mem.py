@@ -6,15 +6,14 @@ of them must not be in flight at once. They run on the current stream, one after
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from gtp.errors import GTPStateError, GTPValueError
 from gtp.ops.collective_backends.base import Factor, Gathering, GemmBackend
-from gtp.ops.collective_backends.collective import Gathered
+from gtp.ops.collective_backends.collective import Gathered, columns_of
 
 
 class SymmMemBackend(GemmBackend):
@@ -41,19 +40,17 @@ class SymmMemBackend(GemmBackend):
             # set up now, where failure is clear, and not in the first layer's forward
             _symmetric_memory.get_symm_mem_workspace(self._group_name, min_size=1 << 20)
 
-    @contextmanager
-    def gather(self, rows: torch.Tensor, *, whole: bool) -> Iterator[Gathering]:
-        self.agree(f"gather {tuple(rows.shape)} {rows.dtype}")
+    def gather(self, rows: torch.Tensor, *, whole: bool = False, columns: bool = False) -> Gathering:
+        self.agree("gather", rows.shape[0], rows.shape[1], rows.dtype)
         if rows.numel():
-            yield _Gathering(self, rows.contiguous(), whole)
-        else:
-            yield Gathered(rows.new_empty(rows.shape[0] * self.size, rows.shape[1]), None)
+            return _Gathering(self, rows.contiguous(), whole or columns)
+        return Gathered(self, rows.new_empty(rows.shape[0] * self.size, rows.shape[1]), None)
 
     def matmul_reduce_scatter(self, products: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         # one operator for the sum of all products: contracted dims side by side
         a = products[0][0] if len(products) == 1 else torch.cat([a for a, _ in products], dim=1)
         b = products[0][1] if len(products) == 1 else torch.cat([b for _, b in products], dim=0)
-        self.agree(f"reduce-scatter {(a.shape[0], b.shape[1])} {a.dtype}")
+        self.agree("reduce-scatter", a.shape[0], b.shape[1], a.dtype)
         if not a.shape[0] or not b.shape[1]:
             return a.new_empty(a.shape[0] // self.size, b.shape[1])
         out: torch.Tensor = self.fused(
@@ -113,3 +110,9 @@ class _Gathering(Gathering):
             self._full = rows.new_empty(rows.shape[0] * backend.size, rows.shape[1])
             dist.all_gather_into_tensor(self._full, rows, group=backend.process_group)
         return self._full
+
+    def columns(self) -> torch.Tensor:
+        return columns_of(self.full(), self._backend)
+
+    def finish(self) -> None:
+        """The operators have run on the current stream."""

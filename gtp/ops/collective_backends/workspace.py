@@ -3,7 +3,7 @@
 A slot holds one block of rows per rank: gathered rows, or the products that peers sent for this rank's rows. While one
 slot is read, peers may already fill the other. Flags are those of [Note: signals that replay]: a sender fills its block
 in a peer's slot only after that peer has released it, so nothing is ever overwritten before it was read, and a graph's
-replays need no counters. Blocks are cut into as many chunks as there are copy streams; each chunk has flags of its own.
+replays need no counters. A block may come in chunks; each chunk has flags of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Slot:
         pointers: Per rank, the address of this slot in its memory as mapped here.
         reclaim: Per chunk and peer, a batch that waits until the peer has released this rank's block over there.
         post: Per chunk and peer, a batch that tells the peer that its block from this rank is there.
-        arrived: Per tuple of chunks and peer, a batch that waits for these chunks of the peer's block.
+        arrived: Per chunk and peer, a batch that waits for this chunk of the peer's block.
         release: Per number of chunks in use, a batch that tells all peers that their blocks were read.
     """
 
@@ -41,7 +41,7 @@ class Slot:
     pointers: tuple[int, ...]
     reclaim: tuple[dict[int, Any], ...]
     post: tuple[dict[int, Any], ...]
-    arrived: dict[tuple[int, ...], dict[int, Any]]
+    arrived: tuple[dict[int, Any], ...]
     release: dict[int, Any]
 
     def blocks(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -89,16 +89,13 @@ class Workspace:
         ]
         peers = hands[0].peers
 
-        def waits(chunks: tuple[int, ...]) -> dict[int, Any]:
-            return {p: driver.batch([op for c in chunks for op in hands[c].await_ops([p])]) for p in peers}
-
         in_use = [tuple(range(count)) for count in range(1, CHUNKS + 1)]
         return Slot(
             local=self.arena.local[offset : offset + self.capacity],
             pointers=tuple(p + offset for p in self.arena.pointers),
             reclaim=tuple({p: driver.batch(h.reclaim_ops([p])) for p in peers} for h in hands),
             post=tuple({p: driver.batch(h.post_ops([p])) for p in peers} for h in hands),
-            arrived={chunks: waits(chunks) for chunks in {*in_use, *((c,) for c in range(CHUNKS))}},
+            arrived=tuple({p: driver.batch(h.await_ops([p])) for p in peers} for h in hands),
             release={
                 len(chunks): driver.batch([op for c in chunks for op in hands[c].release_ops(peers)])
                 for chunks in in_use
