@@ -139,6 +139,14 @@ class BufferPool:
             else:
                 self._retire(buffer)
 
+    def await_events(self, buffer: Buffer) -> None:
+        """The current stream writes the buffer next: it waits for the last readers."""
+        if buffer.events:
+            stream = self._current_stream()
+            for event in buffer.events:
+                event.wait(stream)
+            self.recycle_events(buffer)
+
     def recycle_events(self, buffer: Buffer) -> None:
         """After the next writer was made to wait: the events may be recorded anew."""
         self._spare_events.extend(buffer.events)
@@ -207,8 +215,5 @@ class BufferPool:
         return buffer
 
     def _give_back(self, buffer: Buffer) -> None:
-        # The allocator hands this memory to the current stream next.
-        for event in buffer.events:
-            event.wait()
-        self.recycle_events(buffer)
+        self.await_events(buffer)  # the allocator hands this memory to the current stream
         self.reserved_bytes -= buffer.nbytes

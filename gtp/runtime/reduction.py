@@ -152,9 +152,7 @@ class Reducer:
     def _lease(self, group: WeightGroup, member: Member, dtype: torch.dtype) -> _Wgrad:
         shapes = [member.padded_shape(group.size)]
         buffer = self._pool.lease(nbytes_of(shapes, dtype))
-        for event in buffer.events:
-            event.wait()
-        self._pool.recycle_events(buffer)
+        self._pool.await_events(buffer)
         (padded,) = buffer.views((shapes[0], dtype), shapes, dtype)
         if padded.shape[0] != member.rows:
             padded[member.rows :].zero_()

@@ -201,7 +201,7 @@ class Gatherer:
         self._finish(copy)
         full = []
         for member, out in zip(group.members, copy.outs, strict=True):
-            tensor = out.view_as(out) if out.shape[0] == member.rows else out[: member.rows]
+            tensor = out.detach() if out.shape[0] == member.rows else out[: member.rows]
             self._pool.hand_out(copy.buffer, tensor)
             full.append(tensor)
         return full

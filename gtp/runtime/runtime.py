@@ -117,12 +117,12 @@ class GTPRuntime:
         return _Pools(
             BufferPool(
                 lambda nbytes: transport.allocate(nbytes, device, for_wgrad=False),
-                limit=self._prefetch_bytes + self.config.keep_bytes + 2 * largest,
+                limit=_pool_limit(self._prefetch_bytes, largest) + self.config.keep_bytes,
                 on_cuda=on_cuda,
             ),
             BufferPool(
                 lambda nbytes: transport.allocate(nbytes, device, for_wgrad=True),
-                limit=self._reduce_window() + 2 * largest_wgrad,
+                limit=_pool_limit(self._reduce_window(), largest_wgrad),
                 on_cuda=on_cuda,
             ),
         )
@@ -371,6 +371,15 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
             bound()
 
     return call
+
+
+def _pool_limit(window: int, largest: int) -> int:
+    """Bytes of buffers that a pool keeps for a window of this many bytes in use ahead, or on their way back.
+
+    Two in use beyond the window; and room for twice the window, since its contents change: where one window holds a
+    layer of unlike weights, two buffers of each size may be wanted at some time, and must not be made anew each step.
+    """
+    return max(window + 2 * largest, 2 * window)
 
 
 def _wgrad_nbytes(group: WeightGroup, config: GTPConfig) -> int:
