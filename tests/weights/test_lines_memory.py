@@ -30,7 +30,7 @@ RECEIVED = 6  # what the exchange of each wgrad in flight receives, and the sum 
 
 
 class StoragePeak(TorchDispatchMode):
-    """The most bytes alive at once, of storages made inside; autograd's own too, which garbage collection cannot see."""
+    """The most bytes alive at once, of storages made inside; autograd's own too, which gc does not see."""
 
     def __init__(self):
         super().__init__()

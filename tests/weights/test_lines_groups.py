@@ -1,0 +1,156 @@
+"""Groups by name pattern, dense and expert axes, the (replicate, gtp) mesh: the numbers of data parallelism."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import gtp
+from gtp.modules import GroupedLinear
+from gtp.testing.collectives import late_collectives
+from gtp.testing.ranks import rank, subgroup
+from tests.reference import assert_same_gradients, assert_same_parameters, data_parallel_backward
+from tests.weights.side_by_side import ROUNDED, adamw, inputs, square
+
+
+class Mixture(nn.Module):
+    """A dense trunk and experts; each token goes to the expert that its row number says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 12), nn.LayerNorm(12), nn.Linear(12, 8)
+        self.experts = GroupedLinear(3, 12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.up(x))
+        return self.down(h + self.experts(h, [2, 0, x.shape[0] - 2]))
+
+
+def _axes(name):
+    """World 4: two GTP groups of two, next to each other or across; a mesh; all ranks."""
+    pairs, across = [subgroup((0, 1)), subgroup((2, 3))], [subgroup((0, 2)), subgroup((1, 3))]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "gtp"))
+    transposed = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "gtp"))
+    assert {pairs[rank() // 2].size(), across[rank() % 2].size()} == {2}
+    return {
+        "mesh": mesh,
+        "named_slice": init_device_mesh("cpu", (2, 2), mesh_dim_names=("gtp", "dp"))["gtp", "dp"],
+        "one_shard_four_replicas": transposed,
+        "experts_over_all": {"experts.*": dist.group.WORLD, "*": mesh},
+        "dense_over_all": {"experts.*": mesh, "*": dist.group.WORLD},
+        "first_match_wins": {"*.weight": mesh, "up.*": dist.group.WORLD, "*": dist.group.WORLD},
+    }[name]
+
+
+SIZES = {  # ranks that the rows of up.weight and of the experts' weights are split over
+    "mesh": (2, 2),
+    "named_slice": (2, 2),
+    "one_shard_four_replicas": (1, 1),
+    "experts_over_all": (2, 4),
+    "dense_over_all": (4, 2),
+    "first_match_wins": (2, 4),
+}
+
+
+def _trains(name, reduce):
+    """Wherever a parameter lives, its gradient is that of all four ranks."""
+    torch.manual_seed(7)
+    config = gtp.GTPConfig(grad_reduce=reduce, alignment=2)
+    plain, sharded = Mixture(), Mixture()
+    sharded.load_state_dict(plain.state_dict())
+    runtime = gtp.shard_model(sharded, _axes(name), config=config)
+    optimizers = [adamw(model.parameters()) for model in (plain, sharded)]
+    with late_collectives():
+        for step in range(3):
+            every = inputs(step, 5, 8)
+            data_parallel_backward(plain, every, square, reduce=reduce)
+            square(sharded, every[rank()]).backward()
+            assert_same_gradients(sharded, plain, **ROUNDED)
+            norms = [torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)]
+            norms.append(gtp.clip_grad_norm_(sharded.parameters(), 0.5))
+            torch.testing.assert_close(*norms, rtol=1e-5, atol=0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_same_parameters(sharded, plain, **ROUNDED)
+    lines = {line.name: line.ranks for line in runtime.report.lines}
+    experts = {lines[f"experts.weight{i}"] for i in range(3)}
+    assert len(experts) == 1
+    return lines["up.weight"], experts.pop()
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_axes_change_where_rows_lie_and_no_number(ranks, name):
+    assert ranks(4).run(_trains, name, "mean") == [SIZES[name]] * 4
+
+
+def test_gradients_are_added_over_both_axes_where_sums_are_asked_for(ranks):
+    for name in ("mesh", "experts_over_all"):
+        assert ranks(4).run(_trains, name, "sum") == [SIZES[name]] * 4
+
+
+def _expert_parallel():
+    """Experts that other ranks do not have: their groups are the ranks that hold the same ones, (0, 2) and (1, 3)."""
+
+    def build():
+        torch.manual_seed(3)
+        trunk = nn.Linear(8, 8)
+        torch.manual_seed(7 + rank() % 2)
+        experts = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8))
+        return nn.ModuleDict({"trunk": trunk, "experts": experts})
+
+    plain, sharded = build(), build()
+    across = [subgroup((0, 2)), subgroup((1, 3))][rank() % 2]
+    runtime = gtp.shard_model(sharded, {"experts.*": across, "*": dist.group.WORLD})
+    every = inputs(0, 3, 8)
+
+    def loss(model, x):
+        return square(lambda y: model["experts"](model["trunk"](y)), x)
+
+    loss(sharded, every[rank()]).backward()
+    # the experts see two ranks' tokens; the trunk all four's, through experts that this rank does not have
+    mine = [every[r] for r in (rank() % 2, rank() % 2 + 2)]
+    data_parallel_backward(plain, mine, loss)
+    for parameter in plain["trunk"].parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= 4  # of two means over ranks 0 and 2, two over 1 and 3
+    assert_same_gradients(sharded, plain, **ROUNDED)
+    return {line.name: line.ranks for line in runtime.report.lines if line.sharded}
+
+
+def test_experts_of_this_rank_only(ranks):
+    for sizes in ranks(4).run(_expert_parallel):
+        assert sizes == {"trunk.weight": 4, "experts.0.weight": 2, "experts.2.weight": 2}
+
+
+def _bad_axes():
+    model = Mixture()
+    world = dist.group.WORLD
+    cube = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "replicate", "gtp"))
+    cases = [
+        (cube, r"1-d mesh \(gtp\) or a 2-d mesh \(replicate, gtp\), got 3 dims.*Slice it"),
+        ({}, "mapping from name pattern to group is empty"),
+        (
+            {"experts.*": world},
+            r"up\.weight matches none of the group mapping's patterns \('experts\.\*'\)",
+        ),
+        ({"expert.*": world, "*": world}, r"group mapping pattern 'expert\.\*' matches no parameter\. Near names: "),
+        ({0: world}, "has a key that is no string: 0"),
+        ("world", "takes a ProcessGroup or a DeviceMesh, got str: 'world'.*group.WORLD"),
+        ({"*": 4}, "takes a ProcessGroup or a DeviceMesh, got int: 4"),
+        (dist.GroupMember.NON_GROUP_MEMBER, rf"rank {rank()} is not in the group it was given"),
+        ({"experts.weight0": subgroup((0, 1, 2, 3)), "*": cube["replicate", "gtp"]}, "uses 3 weights as one group"),
+    ]
+    for axes, message in cases:
+        with pytest.raises(gtp.GTPValueError, match=message):
+            gtp.shard_model(model, axes)
+    gtp.shard_model(model, cube["replicate", "gtp"])  # untouched by what was refused
+    return sum(isinstance(p, gtp.GTPWeight) for p in model.parameters())
+
+
+def test_groups_that_cannot_work_are_refused_by_name(ranks):
+    """C91."""
+    assert ranks(4).run(_bad_axes) == [5] * 4
