@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from gtp.config import GTPConfig
-from gtp.megatron.experts import balance_expert_gradients
-from gtp.megatron.param_sync import finish_param_sync_before_forward
+from gtp.megatron.experts import balance_expert_gradients, gtp_axes
+from gtp.megatron.param_sync import wait_for_param_sync
 from gtp.megatron.tied import accept_supplied_weights
 from gtp.megatron.weight import MegatronGTPWeight
 from gtp.runtime.runtime import GTPRuntime
@@ -57,14 +57,20 @@ def runtime_for(
     """The runtime of `root`, made at the first call."""
     runtime = root.__dict__.get(_ATTRIBUTE)
     if runtime is None:
-        transport, reason = choose_transport(config, [process_group], device)
+        transport, reason = choose_transport(config, _gtp_groups(process_group), device)
         runtime = GTPRuntime(config, transport, device, reason)
         # hooks in order: what completes the model and its shards comes before the forward begins for the runtime
         _complete_at_first_forward(root)
-        finish_param_sync_before_forward(root)
+        wait_for_param_sync(root, runtime)
         runtime.attach(root)
         root.__dict__[_ATTRIBUTE] = runtime
     return cast(GTPRuntime, runtime)
+
+
+def _gtp_groups(process_group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
+    """Every group that weights of this job may lie on: that of the first weight, the dense and the expert axis."""
+    others = [axis for axis in gtp_axes() if axis is not None and axis.size() > 1]
+    return list(dict.fromkeys([process_group, *others]))
 
 
 def device_for(shard: torch.Tensor, process_group: dist.ProcessGroup) -> torch.device:

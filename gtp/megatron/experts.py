@@ -11,7 +11,6 @@ size` otherwise. With `calculate_per_token_loss` all is added, and right.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,9 +27,7 @@ def balance_expert_gradients(root: nn.Module) -> None:
         GTPValueError: see `refuse_overlapping_axes`.
         UnsupportedError: a gradient that has to be scaled would bypass autograd.
     """
-    from megatron.core import parallel_state
-
-    dense, expert = _axes(parallel_state)
+    dense, expert = gtp_axes()
     for name, weight in root.named_parameters():
         if isinstance(weight, MegatronGTPWeight):
             refuse_overlapping_axes(name, weight)
@@ -61,7 +58,10 @@ class _Scale:
         return grad * self._factor
 
 
-def _axes(parallel_state: Any) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+def gtp_axes() -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """The dense and the expert GTP group of this rank, as Megatron's globals have them."""
+    from megatron.core import parallel_state
+
     return (
         parallel_state.get_gtp_weight_remat_group(check_initialized=False),
         parallel_state.get_expert_gtp_weight_remat_group(check_initialized=False),
@@ -74,11 +74,9 @@ def refuse_overlapping_axes(name: str, weight: MegatronGTPWeight) -> None:
     Raises:
         GTPValueError: they do not.
     """
-    from megatron.core import parallel_state
-
     if not getattr(weight, "allreduce", True):
         return
-    dense, _ = _axes(parallel_state)
+    dense, _ = gtp_axes()
     wanted = dist.get_process_group_ranks(dense) if dense is not None else [dist.get_rank()]
     ranks = dist.get_process_group_ranks(weight.group)
     if ranks != wanted:

@@ -93,6 +93,15 @@ class MegatronGTPWeight(GTPWeight):
         if self._grad_accum_hook is not None:
             self._grad_accum_hook()
 
+    def adopt(self, shard: torch.Tensor) -> None:
+        """The transport keeps the shard in memory of its own. A shard inside DistributedDataParallel's parameter
+        buffer stays there, since that is what the optimizer's all-gather fills, and is copied over at each line."""
+        own = self.plain_shard()
+        if own.untyped_storage().nbytes() == own.nbytes:
+            super().adopt(shard)
+        else:
+            self.handle.member.shard = own
+
     # Gradients and optimizer state stay plain tensors: Megatron's norms, clipping and checkpoints know by
     # `is_gtp_weight_remat` that they are shards, and add over its own groups.
 

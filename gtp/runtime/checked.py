@@ -33,6 +33,7 @@ class CheckedTransport(Transport):
         self._notes: dict[str, str] = {}
         self._groups: list[dist.ProcessGroup] = []
         self.name = inner.name
+        self.peers_read = inner.peers_read
 
     def agree(self, process_group: dist.ProcessGroup, what: str) -> None:
         """All ranks of `process_group` are about to do `what`.
@@ -90,6 +91,9 @@ class CheckedTransport(Transport):
         for process_group in self._groups:
             self.agree(process_group, "begin a forward")
         self._inner.open(groups)
+
+    def now_current(self, group: WeightGroup) -> None:
+        self._inner.now_current(group)
 
     def close(self) -> None:
         for process_group in self._groups:

@@ -53,6 +53,9 @@ class ProcessGroupTransport(Transport):
         if self._gathers is not None:
             self._gathers.wait_stream(torch.cuda.current_stream(self._device))
 
+    def now_current(self, group: WeightGroup) -> None:
+        self.open([group])
+
     def start_gather(
         self, group: WeightGroup, out: Sequence[torch.Tensor], after: Sequence[torch.cuda.Event]
     ) -> _GatherTicket:

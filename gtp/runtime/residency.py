@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,13 +35,28 @@ class Gatherer:
     those it was gathered at. And a shard about to be written in place is first taken out of flight (`before_write`).
 
     A consume outside every bracket (a submodule called by hand) uses no copy made earlier and leaves none.
+
+    Where shards become current only after a line has begun, because somebody is still gathering them over replicas,
+    `before_gather` is called before a shard is read: by a gather, or, where peers read it by themselves, by `open`.
+
+    Args:
+        before_gather: Makes the shards of a group current in the order of the current stream; returns whether it had
+            to wait for anything. None: they are current when a line begins.
     """
 
-    def __init__(self, groups: list[WeightGroup], schedule: Schedule, pool: BufferPool, transport: Transport) -> None:
+    def __init__(
+        self,
+        groups: list[WeightGroup],
+        schedule: Schedule,
+        pool: BufferPool,
+        transport: Transport,
+        before_gather: Callable[[WeightGroup], bool] | None = None,
+    ) -> None:
         self._groups = groups
         self._schedule = schedule
         self._pool = pool
         self._transport = transport
+        self._before_gather = before_gather
         self._shapes = [[m.padded_shape(g.size) for m in g.members] for g in groups]
         self._nbytes = [nbytes_of(shapes, g.compute_dtype) for shapes, g in zip(self._shapes, groups, strict=True)]
         self._resident: dict[int, _Copy] = {}
@@ -148,7 +163,10 @@ class Gatherer:
             self._interrupted = False
 
     def _publish(self) -> None:
-        """Begins a line: all shards are current from here on."""
+        """Begins a line: all shards are current from here on, or when `before_gather` has said so."""
+        if self._before_gather is not None and (self._transport.peers_read or self._sent):
+            for group in self._groups:
+                self._before_gather(group)
         self._refresh(self._groups)
         self._transport.open(self._groups)
         self._line = self._capture
@@ -171,6 +189,8 @@ class Gatherer:
         index = group.index
         if self._interrupted:
             self._publish()
+        if self._before_gather is not None and self._before_gather(group):
+            self._transport.now_current(group)
         versions = _versions(group)
         if self._sent.get(index, versions) != versions:
             self._refresh([group])  # written since the line began

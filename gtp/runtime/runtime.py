@@ -48,6 +48,7 @@ class GTPRuntime:
         self.config = config
         self.device = device
         self.report: Any = None  # `gtp.weights.report.ParameterReport`, a room below; print it
+        self.before_gather: Callable[[WeightGroup], bool] | None = None  # see `Gatherer`; set before the first use
         self._transport = transport
         self._transport_reason = transport_reason
         self._groups: list[WeightGroup] = []
@@ -101,7 +102,7 @@ class GTPRuntime:
         self._prefetch_bytes = prefetch
         self._schedule = Schedule(sizes, prefetch_bytes=prefetch, keep_bytes=config.keep_bytes)
         self._pools = self._eager_pools = self._new_pools()
-        self._gatherer = Gatherer(groups, self._schedule, self._pools.gathers, self._transport)
+        self._gatherer = Gatherer(groups, self._schedule, self._pools.gathers, self._transport, self.before_gather)
         self._reducer = Reducer(groups, self._pools.wgrads, self._transport, config, self._reduce_window())
         self._started = True
         _log.info(

@@ -31,6 +31,9 @@ class Transport(abc.ABC):
     name: str
     """Shown by `runtime.stats()`: "process_group", "copy_engine", ..."""
 
+    peers_read: bool = False
+    """Whether peers read this rank's shards by themselves, from `open` on: then all must be current at `open`."""
+
     def agree(self, process_group: dist.ProcessGroup, what: str) -> None:
         """Debug check that all ranks of a group are about to do `what`. Does nothing unless overridden."""
 
@@ -50,6 +53,9 @@ class Transport(abc.ABC):
 
     def open(self, groups: Sequence[WeightGroup]) -> None:
         """Shards are current on this rank, in the order of the current stream, until `close`."""
+
+    def now_current(self, group: WeightGroup) -> None:
+        """Inside a line: shards of `group` were written after `open`, in the order of the current stream."""
 
     def close(self) -> None:
         """After this, in the order of the current stream, this rank's shards may be written."""

@@ -6,6 +6,7 @@ not change until then. Each test has a naive twin, which fails: it proves that t
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,8 +19,9 @@ import torch.distributed as dist
 
 import gtp.megatron
 from gtp.megatron import building
+from gtp.runtime.process_group import ProcessGroupTransport
 from gtp.testing.collectives import RaceError, late_collectives
-from tests.megatron.training import Case, Job, environment, train
+from tests.megatron.training import SEQ, VOCAB, Case, Job, environment, train
 
 
 @contextmanager
@@ -59,17 +61,19 @@ def test_nothing_is_read_before_it_has_arrived(ranks: Any, name: str):
         assert max(abs(a - b) for a, b in zip(plain, delayed, strict=True)) <= 2e-6  # as in test_parity
 
 
+OVERLAPPED = Case(
+    gtp=2, layers=4, distributed_optimizer=True, overlap_grad=True, overlap_param=True, bucket_size=3000, steps=4
+)
+
+
 def overlapped_param_gather(naive: bool) -> tuple[list[float], list[float]]:
     """Megatron-LM issue 6389: a prefetch target lies in a bucket whose parameters are still on their way."""
-    case = Case(
-        gtp=2, layers=4, distributed_optimizer=True, overlap_grad=True, overlap_param=True, bucket_size=3000, steps=4
-    )
-    plain = train(case.unsharded())
+    plain = train(OVERLAPPED.unsharded())
     with ExitStack() as stack:
         if naive:
-            stack.enter_context(mock.patch.object(building, "finish_param_sync_before_forward"))
+            stack.enter_context(mock.patch.object(building, "wait_for_param_sync"))
         stack.enter_context(late())
-        return plain.losses, train(case).losses
+        return plain.losses, train(OVERLAPPED).losses
 
 
 def test_a_gather_waits_for_the_parameter_all_gather(ranks: Any):
@@ -87,6 +91,111 @@ def naive_losses_are_nan() -> bool:
 
 def test_without_that_wait_the_prefetch_reads_what_has_not_arrived(ranks: Any):
     assert all(ranks(4).run(naive_losses_are_nan))
+
+
+@dataclasses.dataclass
+class _Gather:
+    """What was so when a gather started: whether its buckets had landed, how many others had not, and whether the
+    weight in use lay in another bucket."""
+
+    landed: bool
+    others: int
+    others_in_flight: int
+    ahead_of_its_bucket: bool
+
+
+def gathers_of_a_forward() -> list[_Gather]:
+    """The gathers of one forward, while parameters arrive as late as they may."""
+    seen: list[_Gather] = []
+    with environment(OVERLAPPED), late():
+        job = Job(OVERLAPPED)
+        job.step(0)
+        job.step(1)
+        ddp = job.chunks[0]
+        in_use: list[Any] = [None]
+
+        def landed(bucket: Any) -> bool:
+            return bucket.param_gather_dispatched and bucket.param_gather_handle is None
+
+        def gather(transport: Any, group: Any, *args: Any) -> Any:
+            buckets = {ddp.param_to_bucket_group[member.owner()] for member in group.members}
+            others = [bucket for bucket in ddp.bucket_groups if bucket not in buckets]
+            in_flight = sum(not landed(bucket) for bucket in others)
+            seen.append(_Gather(all(map(landed, buckets)), len(others), in_flight, in_use[0] not in buckets))
+            return start(transport, group, *args)
+
+        def forward(weight: Any) -> Any:
+            in_use[0] = ddp.param_to_bucket_group[weight]
+            return use(weight)
+
+        start, use = ProcessGroupTransport.start_gather, gtp.megatron.MegatronGTPWeight.materialize_group_for_forward
+        ids = torch.arange(SEQ).remainder(VOCAB)[None]
+        with (
+            mock.patch.object(ProcessGroupTransport, "start_gather", gather),
+            mock.patch.object(gtp.megatron.MegatronGTPWeight, "materialize_group_for_forward", forward),
+            torch.no_grad(),
+        ):
+            ddp(ids, ids, torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool).triu(1))
+    return seen
+
+
+def test_a_gather_waits_for_its_own_bucket_and_no_later_one(ranks: Any):
+    """Issue 6389 without giving up the overlap: what comes later in the model arrives beside the forward."""
+    for gathers in ranks(4).run(gathers_of_a_forward):
+        assert len(gathers) == 2 + 4 * 4
+        assert all(gather.landed for gather in gathers)
+        # the first gather starts with everything else on its way, the last with nothing
+        assert gathers[0].others_in_flight == gathers[0].others >= 4
+        assert gathers[-1].others_in_flight == 0
+        # and some are prefetches of a bucket that the layer in use does not touch
+        assert sum(gather.ahead_of_its_bucket for gather in gathers) >= 4
+
+
+class MovingTransport(ProcessGroupTransport):
+    """Keeps what peers read in memory of its own, as the copy engine does."""
+
+    peers_read = True
+
+    def prepare(self, groups: Any) -> None:
+        for member in (member for group in groups for member in group.members):
+            view = member.send.clone()
+            if member.send is member.shard:
+                member.shard = view
+            member.send = view
+
+
+def moved(naive: bool) -> tuple[list[float], list[float], bool]:
+    def choose(config: Any, groups: Any, device: torch.device) -> tuple[Any, str]:
+        return MovingTransport(device), "test"
+
+    def in_the_buffer(job: Job) -> bool:
+        ddp = job.chunks[0]
+        spans = [(b.param_data.data_ptr(), b.param_data.data_ptr() + b.param_data.nbytes) for b in ddp.buffers]
+        weights = [p for p in ddp.parameters() if isinstance(p, gtp.megatron.MegatronGTPWeight)]
+        return all(any(start <= w.data_ptr() < stop for start, stop in spans) for w in weights)
+
+    with ExitStack() as stack:
+        on_time = train(OVERLAPPED)
+        stack.enter_context(mock.patch.object(building, "choose_transport", choose))
+        if naive:
+            stack.enter_context(mock.patch.object(gtp.megatron.MegatronGTPWeight, "adopt", gtp.GTPWeight.adopt))
+        stack.enter_context(late())
+        delayed = train(OVERLAPPED, in_the_buffer)
+    return on_time.losses, delayed.losses, delayed.extra
+
+
+def test_weights_stay_in_the_buffer_that_the_distributed_optimizer_gathers_into(ranks: Any):
+    """A transport with memory of its own gets a copy, at each line, of parameters that have arrived."""
+    for on_time, delayed, inside in ranks(4).run(moved, False):
+        assert inside
+        assert delayed == on_time
+
+
+def test_weights_moved_out_of_that_buffer_would_never_change(ranks: Any):
+    for on_time, delayed, inside in ranks(4).run(moved, True):
+        assert not inside
+        assert delayed[0] == on_time[0]
+        assert max(abs(a - b) for a, b in zip(on_time, delayed, strict=True)) > 1e-3
 
 
 def gradients_at_the_hook(case: Case, eager: bool) -> tuple[set[int], bool]:
