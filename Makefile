@@ -3,6 +3,7 @@
 #   make demo                    train a GPT on two ranks, without and with gtp, and compare
 #   make test                    the whole suite; TEST=path and ARGS='-k name' narrow it
 #   make test TORCH=2.14.1       the same in a second environment with that torch (TORCH=latest: the newest)
+#   make test MEGATRON=0.19.0    and with that megatron-core
 #   make lint typecheck bench clean
 #
 # PYTHON=/path/to/python3.12 chooses the interpreter; otherwise tools/find_python.sh does.
@@ -17,16 +18,11 @@ ARGS ?=
 BENCH ?= benchmarks/host_overhead.py
 RANKS ?= 2
 
-ifdef TORCH
-VENV := .venv-torch-$(TORCH)
-# the pins of torch and of what each torch release pins itself do not hold for another torch
-UNPINNED := ^(torch|triton|cuda-[a-z]+|nvidia-[a-z0-9-]+|setuptools)==
-TORCH_REQUIREMENT := $(if $(filter latest,$(TORCH)),torch,torch==$(TORCH))
-else
-VENV := .venv
-UNPINNED := ^$$
-TORCH_REQUIREMENT := torch
-endif
+# other versions live in an environment of their own
+VENV := .venv$(TORCH:%=-torch-%)$(MEGATRON:%=-megatron-%)
+# pins that do not hold there: of torch, of what each torch release pins itself, of megatron-core (none is called "-")
+UNPINNED := ^($(if $(TORCH),torch|triton|cuda-[a-z]+|nvidia-[a-z0-9-]+|setuptools|)$(if $(MEGATRON),megatron-core|)-)==
+REQUIREMENTS := torch$(if $(filter-out latest,$(TORCH)),==$(TORCH)) megatron-core$(MEGATRON:%===%)
 
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
@@ -34,14 +30,14 @@ STAMP := $(VENV)/.installed
 .PHONY: help install demo test lint format typecheck bench clean
 
 help:
-	@sed -n '3,8s/^# \{0,1\}//p' Makefile
+	@sed -n '3,9s/^# \{0,1\}//p' Makefile
 
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(RUN) || { python="$$(PYTHON='$(PYTHON)' tools/find_python.sh)" && "$$python" -m venv $(VENV); }
 	@grep -vE '$(UNPINNED)' constraints.txt > $(VENV)/constraints.txt
-	$(RUN) -m pip install --quiet -c $(VENV)/constraints.txt '$(TORCH_REQUIREMENT)' -e '.[$(EXTRAS)]'
+	$(RUN) -m pip install --quiet -c $(VENV)/constraints.txt $(REQUIREMENTS) -e '.[$(EXTRAS)]'
 	@touch $@
 
 # one thread per rank: two ranks on two cores would otherwise fight for them
@@ -66,5 +62,5 @@ bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) $(BENCH) $(ARGS)
 
 clean:
-	rm -rf .venv .venv-torch-* *.egg-info build dist out demo_output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* *.egg-info build dist out demo_output .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
