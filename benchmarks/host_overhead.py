@@ -1,9 +1,11 @@
 """Host cost of one consume: schedule, lease and dispatch, with a transport that moves nothing.
 
-A stack of bias-free Linear layers of width 8 on the CPU, forward and backward: the arithmetic is next to nothing, so a
-step is the host's work. A second rank is simulated by torch's fake process group; nothing waits for anybody. What a
-consume costs is (sharded step - plain step) / consumes of the step, where a step has two consumes and one finalize per
-layer; the finalize is counted to the consumes.
+A stack of bias-free Linear layers of width 8 on the CPU: the arithmetic is next to nothing, so a step is the host's
+work. A second rank is simulated by torch's fake process group; nothing waits for anybody. Two numbers:
+
+consume   One `materialize_weight_for_forward`, the full weight let go at once: dispatch, schedule, lease, prefetch.
+in a step (Sharded step - plain step) / consumes of the step. A step, forward and backward, has two consumes and one
+          finalize per layer, and enters the op and its autograd function; all of that is counted to the consumes.
 
     python benchmarks/host_overhead.py
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ if __package__ in (None, ""):
 
 import gtp
 from benchmarks import common
+from gtp.protocol import materialize_weight_for_forward
 from gtp.testing.null_transport import NullTransport
 
 WIDTH = 8
@@ -49,6 +53,21 @@ def step_of(model: nn.Module) -> Any:
     return step
 
 
+def consumes_alone(model: nn.Module, runtime: Any, rounds: int) -> list[float]:
+    """Microseconds of one consume, per pass over all weights."""
+    weights = [module.weight for module in model]  # type: ignore[union-attr]
+    samples = []
+    for _ in range(rounds + 5):
+        with torch.no_grad():
+            runtime.enter_forward()
+            start = time.perf_counter()
+            for weight in weights:
+                materialize_weight_for_forward([weight])
+            samples.append((time.perf_counter() - start) / len(weights) * 1e6)
+            runtime.exit_forward()
+    return samples[5:]
+
+
 def measure(layers: int, rounds: int) -> dict[str, Any]:
     """Medians of a plain and a sharded step, in turns, and what a consume costs."""
     plain, _ = stack(layers, sharded=False)
@@ -61,13 +80,17 @@ def measure(layers: int, rounds: int) -> dict[str, Any]:
     step_of(sharded)()
     consumes = runtime.stats().consumes - before.consumes
     differences = [(g - p) * 1e3 / consumes for g, p in zip(timings["gtp"].ms, timings["nn.Linear"].ms, strict=True)]
+    alone = consumes_alone(sharded, runtime, 4 * rounds)
     rows = common.rows_of(f"{layers} linears", "eager", timings, reference="nn.Linear")
     return {
         "layers": layers,
         "consumes": consumes,
-        "us_per_consume": statistics.median(differences),
-        "us_per_consume_min": min(differences),
-        "us_per_consume_max": max(differences),
+        "us_per_consume": statistics.median(alone),
+        "us_per_consume_min": min(alone),
+        "us_per_consume_max": max(alone),
+        "us_per_consume_in_a_step": statistics.median(differences),
+        "us_per_consume_in_a_step_min": min(differences),
+        "us_per_consume_in_a_step_max": max(differences),
         "hit_rate": runtime.stats().hit_rate,
         "rows": rows,
     }
@@ -82,15 +105,20 @@ def main() -> None:
     sizes = (8, 16) if args.tiny else (32, 64, 512)
     results = [measure(layers, max(rounds * 64 // max(layers, 64), 8)) for layers in sizes]
     rows = [
-        {**row, "us_per_consume": round(r["us_per_consume"], 2), "hit_rate": r["hit_rate"]}
+        {
+            **row,
+            **{key: round(value, 2) for key, value in r.items() if key.startswith("us_")},
+            "hit_rate": r["hit_rate"],
+        }
         for r in results
         for row in r["rows"]
     ]
     for r in results:
-        print(
-            f"{r['layers']:4d} linears: {r['us_per_consume']:6.1f} us per consume "
-            f"({r['us_per_consume_min']:.1f} to {r['us_per_consume_max']:.1f}), hit rate {r['hit_rate']:.3f}"
+        alone, in_a_step = (
+            f"{r[key]:6.1f} us ({r[key + '_min']:.1f} to {r[key + '_max']:.1f})"
+            for key in ("us_per_consume", "us_per_consume_in_a_step")
         )
+        print(f"{r['layers']:4d} linears: {alone} per consume, {in_a_step} in a step, hit rate {r['hit_rate']:.3f}")
     common.write("host_overhead", torch.device("cpu"), rows, args)
     dist.destroy_process_group()
 
