@@ -4,7 +4,7 @@
 
 Per case of `benchmarks.collective_gemm` and implementation: the host's time alone (queued on an idle device), the
 device's time eager and as a CUDA graph, and from a profiler trace of graph replays the time in compute, in copies and
-under neither. On a CPU the host's column is all there is.
+in neither. On a CPU the host's column is all there is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks import common
 from benchmarks.collective_gemm import Operands, backends_of, cases, graph_of, tiny_cases
 from benchmarks.overlap import Event, account, profile
 
-REPEATS = 4  # operations in one trace
+REPEATS = 4  # operations in one graph and one trace
 
 
 def breakdown(traces: Sequence[Sequence[Event]]) -> dict[str, Any]:
@@ -38,26 +38,34 @@ def breakdown(traces: Sequence[Sequence[Event]]) -> dict[str, Any]:
         name[:90]: {"per_op": len(us) / REPEATS, "us": round(statistics.mean(us), 2)}
         for name, us in sorted(total.items(), key=lambda item: -sum(item[1]))[:8]
     }
+    row["timeline"] = timeline(traces[len(traces) // 2])
     return row
+
+
+def timeline(events: Sequence[Event]) -> list[str]:
+    """The second operation of a trace, or a quarter of what there is: when each thing ran, on which stream."""
+    first = len(events) // REPEATS
+    part = events[first : 2 * first + 2]
+    return [
+        f"{e.start - part[0].start:9.1f} {e.end - e.start:8.1f} us  stream {e.stream:3}  {e.name[:60]}" for e in part
+    ]
 
 
 def measure(step: Callable[[], object], device: torch.device, rounds: int) -> dict[str, Any]:
     """One implementation of one case."""
     row: dict[str, Any] = {"host_us": round(1e3 * common.host_time(step, device, rounds=rounds), 1)}
-    variants = {"eager": step}
+
+    def repeated() -> None:
+        for _ in range(REPEATS):
+            step()
+
+    variants = {"eager": repeated}
     if device.type == "cuda" and dist.get_backend() == "nccl":
-        variants["graph"] = graph_of(step, device)
-    for name, timing in common.interleave(variants, device, rounds=rounds, iterations=8).items():
-        row[f"{name}_ms"] = round(timing.median, 4)
+        variants["graph"] = graph_of(step, device, REPEATS)
+    for name, timing in common.interleave(variants, device, rounds=rounds, iterations=4).items():
+        row[f"{name}_ms"] = round(timing.median / REPEATS, 4)
     if device.type == "cuda":
-        run = variants.get("graph", step)
-
-        def repeated() -> None:
-            for _ in range(REPEATS):
-                run()
-
-        repeated()
-        row.update(breakdown(profile(repeated, 3, device)))
+        row.update(breakdown(profile(variants.get("graph", repeated), 3, device)))
     return row
 
 
@@ -83,6 +91,8 @@ def run(device: torch.device, args: argparse.Namespace) -> None:
             common.say(f"{row['case']}: {row['mode']}")
             for name, numbers in row["kernels"].items():
                 common.say(f"  {numbers['per_op']:5.2f} x {numbers['us']:8.2f} us  {name}")
+            for line in row["timeline"]:
+                common.say("  " + line)
     common.write("collective_breakdown", device, rows, args)
 
 

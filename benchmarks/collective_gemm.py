@@ -110,15 +110,16 @@ class Operands:
         op = all_gather_linear if self.case.gathers else linear_reduce_scatter
         return op(x, self.weight, backend=backend)
 
-    def both(self, backend: GemmBackend) -> tuple[torch.Tensor, ...]:
+    def both(self, backend: GemmBackend) -> tuple[torch.Tensor | None, ...]:
         alone = isinstance(backend, SingleRankBackend)
         x = self.whole if alone else self.shard
-        y = self.forward(backend)
-        return torch.autograd.grad(y, [x, self.weight], self.dy_whole if alone else self.dy)
+        x.grad = self.weight.grad = None
+        self.forward(backend).backward(self.dy_whole if alone else self.dy)
+        return x.grad, self.weight.grad
 
 
-def graph_of(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """`step` as a CUDA graph: what is left without the host."""
+def graph_of(step: Callable[[], object], device: torch.device, count: int = 1) -> Callable[[], object]:
+    """`count` times `step` as a CUDA graph: what is left without the host."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -129,7 +130,8 @@ def graph_of(step: Callable[[], object], device: torch.device) -> Callable[[], o
     dist.barrier()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step()
+        for _ in range(count):
+            step()
     return graph.replay
 
 

@@ -20,16 +20,19 @@ import torch
 import torch.distributed as dist
 
 from gtp.errors import GTPStateError
-from gtp.ops.peer import Arena, CudaDriver, Driver, LocalArena, SymmetricArena
+from gtp.ops.peer import Arena, CudaDriver, Driver, LocalArena, SymmetricArena, Watchdog
 from gtp.runtime.copy_plans import GatherPlan, Part, ReducePlan, plan_gather, plan_messages
 from gtp.runtime.domain import ArenaFactory, Domain, Mailbox
 from gtp.runtime.group import Member, WeightGroup
 from gtp.runtime.transport import Transport
-from gtp.runtime.watchdog import Watchdog
 
 MAILBOX_BYTES = 64 << 20  # at most: the widest slice of the model may need less
 MAILBOXES = 2
 FLAT_BYTES = 8 << 20  # replicated gradients beyond this go by a collective, which sends less than all to all
+
+_ADVICE = (
+    "all ranks of a GTP group must use the same weights in the same order. GTPConfig(peer_timeout=...) sets the time"
+)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -85,7 +88,7 @@ class CopyEngineTransport(Transport):
     def prepare(self, groups: Sequence[WeightGroup]) -> None:
         """Allocates peer memory, one arena per process group, and moves what is gathered into it. Collective."""
         if self._device.type == "cuda":
-            self._watchdog = Watchdog(self._device, self._peer_timeout)
+            self._watchdog = Watchdog(self._device, self._peer_timeout, _ADVICE)
         over: dict[dist.ProcessGroup, list[WeightGroup]] = {}
         for group in groups:
             over.setdefault(group.process_group, []).append(group)

@@ -14,6 +14,8 @@ from gtp.ops.peer import WORD, Arena, Driver, Handshake, aligned
 from gtp.runtime.group import Member, WeightGroup
 
 Watch = Callable[["Domain", str, Mapping[int, int]], int]
+"""Given a domain, what a rank that does not come has failed to do, and per peer the index of the flag that a wait is
+for: the address of a word that is 1 while a stream waits. See `Watchdog.site`."""
 
 ArenaFactory = Callable[[int, dist.ProcessGroup], Arena]
 """Makes zeroed memory of a size in bytes on every rank of a group. Collective."""
@@ -61,8 +63,7 @@ class Domain:
         mailbox_bytes: Upper bound on one mailbox; the widest message of the groups may need less.
         mailboxes: How many take turns, in eager code and in graphs each: one is filled while another is read.
         send_streams: Streams that carry contributions; peers are dealt over them.
-        watch: Given this domain, "published", "read", "sent" or "taken", and per peer the index of the flag that a wait
-            is for, the address of a word that is 1 while a stream waits. None where nobody watches.
+        watch: Told of every wait. None where nobody watches.
     """
 
     def __init__(
@@ -100,7 +101,10 @@ class Domain:
         self._turns = [0, 0]
         self.mailboxes: list[Mailbox] = []
         if self.size > 1:
-            self._lines = tuple(self._handshake(index, watch, "published", "read") for index in range(2))
+            self._lines = tuple(
+                self._handshake(index, watch, "to begin its forward", "to end its forward or backward")
+                for index in range(2)
+            )
             self._closing = [driver.batch([*h.release_ops(h.peers), *h.reclaim_ops(h.peers)]) for h in self._lines]
             self.mailboxes = [
                 self._mailbox(index, inbox, stride, send_streams, watch) for index, inbox in enumerate(inboxes)
@@ -174,7 +178,7 @@ class Domain:
         send_streams: Sequence[int],
         watch: Watch | None,
     ) -> Mailbox:
-        hands = self._handshake(2 + index, watch, "sent", "taken")
+        hands = self._handshake(2 + index, watch, "to send its gradients", "to take gradients sent to it")
         first = (2 + index) * Handshake.words_needed(self.size)
         self.flags()[first + self.size : first + 2 * self.size] = 1  # all rooms are empty
         outbox = tuple(

@@ -7,7 +7,8 @@ the simulation assumes, and that all backends give the same numbers.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import pytest
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import gtp
-from gtp.errors import GTPStateError
+from gtp.errors import GTPStateError, PeerError
 from gtp.modules import FeedForward, FusedSwiGLU
 from gtp.ops import GemmBackend, all_gather_linear, all_gather_linear_multi, gemm_backend, linear_reduce_scatter
 from gtp.ops.collective_backends import copy_engine
@@ -279,11 +280,13 @@ def capture_too_large(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_a_capture_that_would_grow_the_workspace(pools, name):
-    pool = pools(2)
-    for message in pool.run(capture_too_large, name):
+def test_a_capture_that_would_grow_the_workspace(name):
+    """In processes of its own: torch's workspace is the process's, and earlier tests have made it large."""
+    pools = RankPools()
+    messages = pools(2).run(capture_too_large, name)
+    pools.close()
+    for message in messages:
         assert "Run forward and backward once at the largest size before the capture" in message
-    pool.close()  # torch's workspace is the process's: later tests start small
 
 
 # --- compositions
@@ -448,23 +451,33 @@ def test_tp_times_gtp(pools, name, transport):
 
 
 def overlap() -> float:
-    """Share of the copy that ran while a GEMM did, from one operation's trace on its own GPU."""
+    """Share of the copies that ran while a GEMM did, from a trace of this rank's GPU.
+
+    The device starts behind the host: what is looked at is the order that streams allow, and not how fast Python is.
+    """
     device = device_of_rank()
     backend = make("copy_engine")
     x, w = large(1, 2048, 4096), large(2, 4096, 4096)
-    for _ in range(3):
-        all_gather_linear(x, w, backend=backend)
-    torch.cuda.synchronize(device)
-    dist.barrier()
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(3):
+
+    def steps() -> None:
+        dist.barrier()
+        torch.cuda._sleep(20 * SLEEP)
+        for _ in range(5):
             all_gather_linear(x, w, backend=backend)
         torch.cuda.synchronize(device)
+
+    with torch.no_grad():
+        steps()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            steps()
     spans: dict[str, list[tuple[float, float]]] = {"copy": [], "gemm": []}
     for event in profile.events():
-        kind = "copy" if "Memcpy" in event.name else "gemm"
-        spans[kind].append((event.time_range.start, event.time_range.end))
+        span = (event.time_range.start, event.time_range.end)
+        if "PtoP" in event.name:
+            spans["copy"].append(span)
+        elif "nvjet" in event.name or "gemm" in event.name:
+            spans["gemm"].append(span)
+    assert (len(spans["copy"]), len(spans["gemm"])) == (5, 10), [e.name for e in profile.events()]
     total = sum(end - start for start, end in spans["copy"])
     hidden = sum(
         max(0.0, min(end, stop) - max(start, begin)) for start, end in spans["copy"] for begin, stop in spans["gemm"]
@@ -475,3 +488,47 @@ def overlap() -> float:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="overlap over NVLink needs two GPUs")
 def test_copies_run_under_the_gemm(pair):
     assert min(pair.run(overlap)) > 0.5
+
+
+# --- a rank that does not come
+
+
+def left_alone(in_a_graph: bool) -> str:
+    device = device_of_rank()
+    backend = gemm_backend("copy_engine", dist.group.WORLD, device=device, peer_timeout=2.0)
+    x, w = large(1, 64, 128), large(2, 96, 128)
+    run = torch.no_grad()(lambda: all_gather_linear(x, w, backend=backend))
+    run()
+    torch.cuda.synchronize()
+    time.sleep(4)  # a pause is not a wait
+    run()
+    torch.cuda.synchronize()
+    call: Callable[[], object] = run
+    if in_a_graph:
+        dist.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        call = graph.replay
+    if rank() == 1:
+        time.sleep(10)  # never comes
+        return ""
+    begin = time.monotonic()
+    call()
+    torch.cuda.synchronize()  # returns because the watchdog lets the streams run out
+    took = time.monotonic() - begin
+    assert 1.5 < took < 8, took
+    with pytest.raises(PeerError) as error:
+        run()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("in_a_graph", [False, True], ids=["eager", "graph"])
+def test_a_rank_that_does_not_come_is_named(in_a_graph):
+    """Within the time set, and without it: the host is not left in a synchronization for ever."""
+    pools = RankPools()
+    message, _ = pools(2).run(left_alone, in_a_graph, timeout=60)
+    pools.close()
+    assert "has waited 2 s for rank 1 of group" in message
+    assert "to send its part of a collective GEMM" in message
+    assert "gemm_backend(peer_timeout=...)" in message

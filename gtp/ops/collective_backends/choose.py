@@ -24,6 +24,7 @@ def gemm_backend(
     *,
     device: torch.device | str | None = None,
     debug: bool = False,
+    peer_timeout: float = 600.0,
 ) -> GemmBackend:
     """The backend that moves activations of a tensor-parallel group. Collective over the group.
 
@@ -33,9 +34,11 @@ def gemm_backend(
         backend: `"collective"`: a collective, then the GEMM; runs everywhere. `"symm_mem"`: torch's fused operators.
             `"copy_engine"`: peer copies under a split GEMM. `"auto"`: the copy engine where it works, else collective.
             A `GemmBackend` is returned as it is, if it is one of this group.
-        group: The tensor-parallel group, or a 1-d mesh. None or a group of one rank: the GEMM alone, whatever
-        `backend`. device: Where the activations will be. Default: the current CUDA device where there is one, else the
-        CPU. debug: Compare every call with the other ranks' before it starts (see `Agreement`).
+        group: The tensor-parallel group, or a 1-d mesh. None or a group of one rank: the GEMM alone, whatever the name.
+        device: Where the activations will be. Default: the current CUDA device where there is one, else the CPU.
+        debug: Compare every call with the other ranks' before it starts (see `Agreement`).
+        peer_timeout: Seconds that `"copy_engine"` waits for a rank that does not come before `PeerError` names it.
+            Collectives have the time-out of their process group; torch's fused operators wait for ever.
 
     Raises:
         GTPValueError: an unknown name, a mesh of several dims, a backend of another group, or a group or device that
@@ -64,7 +67,7 @@ def gemm_backend(
     if problem is None and backend != "symm_mem":
         from gtp.ops.collective_backends.copy_engine import CopyEngineBackend
 
-        return CopyEngineBackend(process_group, target, debug=debug)
+        return CopyEngineBackend(process_group, target, debug=debug, peer_timeout=peer_timeout)
     if backend == "auto":
         _log.info("gtp: tp_gemm_backend='auto' runs 'collective' over %s: %s", process_group.group_name, problem)
         return CollectiveBackend(process_group, debug=debug)

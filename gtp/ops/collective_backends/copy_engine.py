@@ -23,8 +23,9 @@ been made. A rank held at a step then waits for a rank held at an earlier step, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -33,9 +34,14 @@ from gtp.errors import GTPStateError
 from gtp.ops.collective_backends.base import Factor, Gathering, GemmBackend
 from gtp.ops.collective_backends.collective import Gathered, multiply, sum_of_products
 from gtp.ops.collective_backends.workspace import CHUNKS, ArenaFactory, Slot, Workspace
-from gtp.ops.peer import Arena, CudaDriver, Driver, SymmetricArena
+from gtp.ops.peer import Arena, CudaDriver, Driver, SymmetricArena, Watchdog
 
 _TILE = 128 * 128  # elements of a product that one SM computes at a time, or more
+_HERE: Final = nullcontext()
+_ADVICE: Final = (
+    "all ranks of a tensor-parallel group must run the same collective GEMMs in the same order. "
+    "gtp.ops.gemm_backend(peer_timeout=...) sets the time"
+)
 
 
 class CopyEngineBackend(GemmBackend):
@@ -53,6 +59,8 @@ class CopyEngineBackend(GemmBackend):
         process_group: The tensor-parallel group.
         device: This rank's GPU.
         debug: See `GemmBackend`.
+        peer_timeout: Seconds that a stream may wait for another rank before that rank is reported: the next operation
+            raises `PeerError`, and what was computed since is worthless.
         driver, make_arena: What to run on, for tests: `CudaDriver` and `SymmetricArena` otherwise.
     """
 
@@ -65,6 +73,7 @@ class CopyEngineBackend(GemmBackend):
         device: torch.device,
         *,
         debug: bool = False,
+        peer_timeout: float = 600.0,
         driver: Driver | None = None,
         make_arena: ArenaFactory | None = None,
     ) -> None:
@@ -82,6 +91,10 @@ class CopyEngineBackend(GemmBackend):
         self.computed, self.sent, self.arrived = (
             [[new_event() for _ in range(CHUNKS)] for _ in range(1, self.size)] for _ in range(3)
         )
+        self._watchdog: Watchdog | None = None
+        if device.type == "cuda":
+            self._watchdog = Watchdog(device, peer_timeout, _ADVICE)
+            self._watchdog.start()
         self._workspace: Workspace | None = None
         self._kept: list[Workspace] = []
         self._busy = False
@@ -101,7 +114,8 @@ class CopyEngineBackend(GemmBackend):
                 "it cannot grow while a CUDA graph is captured. Run forward and backward once at the largest size "
                 "before the capture, or call reserve() on the backend"
             )
-        old, self._workspace = self._workspace, Workspace(self.driver, self._group, nbytes, self._make_arena)
+        watch = None if self._watchdog is None else self._watchdog.site
+        old, self._workspace = self._workspace, Workspace(self.driver, self._group, nbytes, self._make_arena, watch)
         if old is not None and old.captured:
             self._kept.append(old)
 
@@ -125,7 +139,13 @@ class CopyEngineBackend(GemmBackend):
         return out
 
     def begin(self, nbytes: int) -> Slot:
-        """The slot of an operation; `end` must follow."""
+        """The slot of an operation; `end` must follow.
+
+        Raises:
+            PeerError: an earlier operation has waited too long for another rank.
+        """
+        if self._watchdog is not None:
+            self._watchdog.check()
         if self._busy:
             raise GTPStateError(
                 "tp_gemm_backend='copy_engine': a collective GEMM was started inside another one over the same backend"
@@ -189,14 +209,14 @@ class CopyEngineBackend(GemmBackend):
             self.fork(self.done, self.second)
             driver.submit(slot.release[chunks], self.second)
 
-    @contextmanager
-    def part(self, index: int) -> Iterator[None]:
+    def part(self, index: int) -> AbstractContextManager[object]:
         """For the work of the `index`-th part of a product. See [Note: products in turn on two streams]."""
-        if index % 2:
-            with self.driver.on(self.second):
-                yield
-        else:
-            yield
+        return self.driver.on(self.second) if index % 2 else _HERE
+
+    def __del__(self) -> None:
+        watchdog = getattr(self, "_watchdog", None)
+        if watchdog is not None:
+            watchdog.stop()
 
     def _symmetric(self, nbytes: int, process_group: dist.ProcessGroup) -> Arena:
         return SymmetricArena(nbytes, process_group, self._device)

@@ -9,8 +9,8 @@ replays need no counters. A block may come in chunks; each chunk has flags of it
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,15 @@ from gtp.ops.peer import WORD, Arena, Driver, Handshake, aligned
 
 SLOTS = 2
 CHUNKS = 2
+_MOST_VIEWS = 256
 
 ArenaFactory = Callable[[int, dist.ProcessGroup], Arena]
 """Makes zeroed memory of a size in bytes on every rank of a group. Collective."""
+
+Watch = Callable[["Workspace", str, Mapping[int, int]], int]
+"""`Watchdog.site`."""
+
+_ABSENT: Final = {"full": "to send its part of a collective GEMM", "empty": "to take what was sent to it for one"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,11 +49,17 @@ class Slot:
     post: tuple[dict[int, Any], ...]
     arrived: tuple[dict[int, Any], ...]
     release: dict[int, Any]
+    _views: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def blocks(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The blocks of all ranks as one tensor `[ranks, *block]`."""
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        return self.local[:nbytes].view(dtype).view(shape)
+        view = self._views.get((shape, dtype))
+        if view is None:
+            if len(self._views) == _MOST_VIEWS:
+                self._views.clear()  # sizes that never come back
+            nbytes = torch.Size(shape).numel() * dtype.itemsize
+            view = self._views[shape, dtype] = self.local[:nbytes].view(dtype).view(shape)
+        return view
 
 
 class Workspace:
@@ -58,11 +70,18 @@ class Workspace:
         process_group: The group.
         capacity: Bytes of a slot.
         make_arena: Allocates.
+        watch: Told of every wait. None where nobody watches.
     """
 
     def __init__(
-        self, driver: Driver, process_group: dist.ProcessGroup, capacity: int, make_arena: ArenaFactory
+        self,
+        driver: Driver,
+        process_group: dist.ProcessGroup,
+        capacity: int,
+        make_arena: ArenaFactory,
+        watch: Watch | None = None,
     ) -> None:
+        self.process_group = process_group
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
         self.capacity = aligned(capacity)
@@ -74,6 +93,7 @@ class Workspace:
         self._flags = self.arena.local[: SLOTS * CHUNKS * words * WORD].view(torch.int32)
         # every block is free: the `empty` words, which follow the `full` ones, start at 1
         self._flags.view(SLOTS * CHUNKS, 2, self.size)[:, 1].fill_(1)
+        self._watch = watch
         self._slots = tuple(self._slot(driver, index, flags + index * self.capacity) for index in range(SLOTS))
 
     def next_slot(self) -> Slot:
@@ -81,10 +101,24 @@ class Workspace:
         self._turn += 1
         return self._slots[self._turn % SLOTS]
 
+    def flags(self) -> torch.Tensor:
+        """This rank's flag words, int32."""
+        return self._flags
+
+    def _mark(self, what: str, flags: Mapping[int, int]) -> int:
+        assert self._watch is not None
+        base = self.arena.pointers[self.rank]
+        return self._watch(self, _ABSENT[what], {peer: (at - base) // WORD for peer, at in flags.items()})
+
     def _slot(self, driver: Driver, index: int, offset: int) -> Slot:
         words = Handshake.words_needed(self.size) * WORD
         hands = [
-            Handshake(driver, self.rank, [p + (index * CHUNKS + chunk) * words for p in self.arena.pointers])
+            Handshake(
+                driver,
+                self.rank,
+                [p + (index * CHUNKS + chunk) * words for p in self.arena.pointers],
+                None if self._watch is None else self._mark,
+            )
             for chunk in range(CHUNKS)
         ]
         peers = hands[0].peers

@@ -12,6 +12,7 @@ from gtp.ops.peer.driver import CudaDriver, Driver, SignalOp, Wait, Write
 from gtp.ops.peer.handshake import WORD, Handshake
 from gtp.ops.peer.memory import Arena, LocalArena, SymmetricArena, aligned
 from gtp.ops.peer.probe import why_not
+from gtp.ops.peer.watchdog import Watchdog
 
 __all__ = [
     "WORD",
@@ -23,6 +24,7 @@ __all__ = [
     "SignalOp",
     "SymmetricArena",
     "Wait",
+    "Watchdog",
     "Write",
     "aligned",
     "why_not",

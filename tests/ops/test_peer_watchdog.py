@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gtp.runtime.watchdog import _watch
+from gtp.ops.peer.watchdog import Watchdog, _watch
 
 
 class Waits:
@@ -25,6 +25,12 @@ class Waits:
 
     def state(self) -> tuple[int, ...]:
         return self._script(time.monotonic() - self._begin)
+
+    @property
+    def _timeout(self) -> float:
+        return self.timeout
+
+    moves = Watchdog.moves
 
     def give_up(self, sites: tuple[int, ...]) -> None:
         self.gave_up = (time.monotonic() - self._begin, sites)
@@ -54,8 +60,10 @@ def test_a_wait_that_lasts_is_given_up_with_its_sites() -> None:
         lambda t: (int(t / 0.1), 3),  # always found waiting, but lines come and go
         lambda t: (5, 3) if int(t / 0.1) % 2 else (5, 4),  # waits here and there
         lambda t: (5, 3) if t < 0.2 else (5,),  # the rank came
+        # at every look in the same wait, but between looks out of it: only a close look tells
+        lambda t: (5, 3) if t < 0.31 or int(t / 0.001) % 4 else (5,),
     ],
-    ids=["idle", "lines", "sites", "late"],
+    ids=["idle", "lines", "sites", "late", "the same wait again and again"],
 )
 def test_progress_of_any_kind_counts(script: Callable[[float], tuple[int, ...]]) -> None:
     assert watch(Waits(0.3, script), 0.8) is None

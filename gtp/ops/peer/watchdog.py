@@ -4,7 +4,7 @@ A stream that waits for a peer's flag waits for ever, and the host with it. Arou
 clears a marker in host memory. A thread looks at the markers; one that stays set while nothing of this rank moves for
 `timeout` seconds belongs to a rank that died, stalled or took another path. The flags say which. The thread then sets
 all of this rank's flags, so that its streams run out (on worthless data) and the host is free to see the error, which
-every later call of the transport raises.
+every later call raises.
 """
 
 from __future__ import annotations
@@ -16,50 +16,52 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from gtp.errors import GTPStateError, PeerError
-from gtp.ops.peer import WORD
-
-if TYPE_CHECKING:
-    from gtp.runtime.domain import Domain
+from gtp.ops.peer.handshake import WORD
 
 _log = logging.getLogger("gtp")
 
 _MOST_SITES = 1024
+_LOOK = 1.0  # seconds of looking without a pause, before a rank is given up
 
 
-_ABSENT: Final = {
-    "published": "to begin its forward",
-    "read": "to end its forward or backward",
-    "sent": "to send its gradients",
-    "taken": "to take gradients sent to it",
-}
+class Watched(Protocol):
+    """Who owns flags: peer memory of one process group."""
+
+    process_group: dist.ProcessGroup
+
+    def flags(self) -> torch.Tensor:
+        """This rank's flag words, int32."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Site:
     """A prepared wait of this rank: for what, and the index of each peer's flag."""
 
-    domain: weakref.ref[Domain]
-    purpose: str
+    owner: weakref.ref[Watched]
+    absent: str
     flags: Mapping[int, int]
 
 
 class Watchdog:
-    """Watches the waits of one transport.
+    """Watches the waits of one user of peer memory.
 
     Args:
         device: Where the flags are.
         timeout: Seconds without progress after which a wait counts as lost.
+        advice: The error's last words: what ranks must do alike, and how the time is set.
     """
 
-    def __init__(self, device: torch.device, timeout: float) -> None:
+    def __init__(self, device: torch.device, timeout: float, advice: str) -> None:
         self._device = device
         self._timeout = timeout
+        self._advice = advice
         self._markers = torch.zeros(_MOST_SITES, dtype=torch.int32).pin_memory()
         self._ticks = torch.zeros(1, dtype=torch.int32, device=device)
         self._ticked = torch.zeros(1, dtype=torch.int32).pin_memory()
@@ -69,12 +71,30 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
 
-    def site(self, domain: Domain, purpose: str, flags: Mapping[int, int]) -> int:
-        """Address of the marker for one more wait. See `Domain`."""
-        if len(self._sites) == _MOST_SITES:
-            raise GTPStateError(f"more than {_MOST_SITES} waits to watch: shard over fewer process groups")
-        self._sites.append(_Site(weakref.ref(domain), purpose, flags))
-        return self._markers.data_ptr() + WORD * (len(self._sites) - 1)
+    def site(self, owner: Watched, absent: str, flags: Mapping[int, int]) -> int:
+        """One more wait to watch.
+
+        Args:
+            owner: Whose flags are waited for. Not kept alive; the site is free again when it is gone.
+            absent: What a rank that does not come has failed to do: "to begin its forward".
+            flags: Per peer, the index of its flag.
+
+        Returns:
+            The address of the wait's marker: a word that the stream sets to 1 while it waits.
+        """
+        made = _Site(weakref.ref(owner), absent, flags)
+        if len(self._sites) < _MOST_SITES:
+            self._sites.append(made)
+            return self._address(len(self._sites) - 1)
+        for index, site in enumerate(self._sites):
+            if site.owner() is None:
+                self._sites[index] = made
+                self._markers[index] = 0
+                return self._address(index)
+        raise GTPStateError(f"more than {_MOST_SITES} waits to watch: use fewer process groups")
+
+    def _address(self, index: int) -> int:
+        return self._markers.data_ptr() + WORD * index
 
     def start(self) -> None:
         """From here on somebody looks."""
@@ -91,7 +111,10 @@ class Watchdog:
         self._stopped.set()
 
     def tick(self) -> None:
-        """Progress, in the order of the current stream. Queued, so that a graph's replays count as well."""
+        """Progress, in the order of the current stream. Queued, so that a graph's replays count as well.
+
+        For waits that may last nearly all the time. Others need no ticks: see `moves`.
+        """
         self._ticks.add_(1)
         self._ticked.copy_(self._ticks, non_blocking=True)
 
@@ -118,32 +141,39 @@ class Watchdog:
         markers = self._markers[: len(self._sites)].tolist()
         return (int(self._ticked[0]), *(site for site, marked in enumerate(markers) if marked))
 
+    def moves(self) -> bool:
+        """Looks closely for a while. Whether this rank gets anywhere, if only from a wait to the same wait again."""
+        state, until = self.state(), time.monotonic() + min(_LOOK, self._timeout / 4)
+        while time.monotonic() < until:
+            if self.state() != state:
+                return True
+            time.sleep(0)
+        return False
+
     def give_up(self, sites: tuple[int, ...]) -> None:
         """Names the missing ranks and lets this rank's streams run out."""
         with _any_capture_mode(), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             lost = [text for index in sites for text in self._missing(self._sites[index])]
             self._failure = (
                 f"rank {dist.get_rank()} has waited {self._timeout:g} s {'; '.join(lost or ['for an unknown rank'])}. "
-                "It has died, is stuck, or does something else than this rank: all ranks of a GTP group must use the "
-                "same weights in the same order. GTPConfig(peer_timeout=...) sets the time; results since are worthless"
+                f"It has died, is stuck, or does something else than this rank: {self._advice}. Results since are "
+                "worthless"
             )
             _log.error("gtp: %s", self._failure)
             while not self._stopped.wait(0.1):
-                for site in self._sites:
-                    domain = site.domain()
-                    if domain is not None:
-                        domain.flags().fill_(1)
+                for owner in {id(owner): owner for site in self._sites if (owner := site.owner())}.values():
+                    owner.flags().fill_(1)
 
     def _missing(self, site: _Site) -> list[str]:
-        domain = site.domain()
-        if domain is None:
+        owner = site.owner()
+        if owner is None:
             return []
-        words = domain.flags().cpu().tolist()
+        words = owner.flags().cpu().tolist()
         missing = [peer for peer, index in site.flags.items() if not words[index]]
         if not missing:
             return []
-        ranks = ", ".join(str(dist.get_global_rank(domain.process_group, rank)) for rank in missing)
-        return [f"for rank {ranks} of group {domain.process_group.group_name} {_ABSENT[site.purpose]}"]
+        ranks = ", ".join(str(dist.get_global_rank(owner.process_group, rank)) for rank in missing)
+        return [f"for rank {ranks} of group {owner.process_group.group_name} {site.absent}"]
 
 
 def _watch(reference: weakref.ref[Watchdog], stopped: threading.Event) -> None:
@@ -158,8 +188,10 @@ def _watch(reference: weakref.ref[Watchdog], stopped: threading.Event) -> None:
         if state != last or len(state) == 1:
             last, since = state, now
         elif now - since > timeout:
-            watchdog.give_up(state[1:])
-            return
+            if not watchdog.moves():
+                watchdog.give_up(state[1:])
+                return
+            since = time.monotonic()
         del watchdog  # not held while asleep
         if stopped.wait(interval):
             return
