@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from gtp.errors import GTPValueError, UnsupportedError
 from gtp.megatron import building
 from gtp.megatron.checkpoint import sharded_tensors
 from gtp.megatron.experts import refuse_overlapping_axes
+from gtp.megatron.refusals import refuse_settings
 from gtp.megatron.tied import accept_supplied_weight
 from gtp.megatron.weight import MegatronGTPWeight
 from gtp.weights.layout import ShardLayout
@@ -62,7 +64,7 @@ def wait_for_gtp_grad_reduction_on_current_stream() -> None:
 
 
 def wait_async_comms(chain_id: str | None = None, skip_rs: bool = False, finalize_after_drain: bool = False) -> None:
-    """Nothing to drain between a backward's end and the next forward; see `refuse_cuda_graphs` for captures."""
+    """Nothing to drain between a backward's end and the next forward; captures are refused."""
 
 
 def get_side_stream(chain_id: str, group: dist.ProcessGroup) -> torch.cuda.Stream:
@@ -90,12 +92,7 @@ def configure_gtp_remat_from_recipe(
     Raises:
         UnsupportedError: FP8 or FP4 training.
     """
-    if fp8 or fp4:
-        asked = "fp4" if fp4 else f"fp8 (recipe {fp8_recipe})"
-        raise UnsupportedError(
-            f"{asked}: gtp gathers Megatron's weights in their own dtype and does not quantize them. Train in bf16, or "
-            "leave gtp out and use Megatron's own implementation with Transformer Engine"
-        )
+    refuse_settings(types.SimpleNamespace(fp8=f"recipe {fp8_recipe}" if fp8 else None, fp4=fp4))
 
 
 def classify_gtp_remat_chains(
@@ -110,11 +107,7 @@ def classify_gtp_remat_chains(
     Raises:
         UnsupportedError: Megatron's CUDA graphs are on.
     """
-    if cuda_graph_impl not in (None, "none"):
-        raise UnsupportedError(
-            f"cuda_graph_impl={cuda_graph_impl!r}: gtp does not run under Megatron's CUDA graph runner. "
-            'Set cuda_graph_impl="none"'
-        )
+    refuse_settings(types.SimpleNamespace(cuda_graph_impl=cuda_graph_impl))
 
 
 class Wrapping:
@@ -192,6 +185,8 @@ class Wrapping:
     ) -> list[MegatronGTPWeight]:
         config = building.model_config(self._config, _per_token_loss(module))
         root = building.root_under_construction(module)
+        for owner in (root, module):
+            refuse_settings(getattr(owner, "config", None))
         runtime = building.runtime_for(root, config, group, shards[0][1].device)
         if grouped:
             weights = building.adopt(module, names, shards, runtime, group)

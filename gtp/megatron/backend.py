@@ -18,11 +18,9 @@ from typing import Any, Final, get_args
 
 from gtp.config import GTPConfig
 from gtp.errors import GTPStateError, GTPValueError, MissingExtraError, UnsupportedError
-from gtp.megatron import tp_linear
+from gtp.megatron import checkpoint, refusals, tp_linear, whole_matrix
 from gtp.megatron.api import names_behind_the_flag
-from gtp.megatron.checkpoint import WRAPPERS
 from gtp.megatron.surface import API, BOUND_AT_IMPORT, WRAPPED, WRAPPED_METHODS
-from gtp.megatron.whole_matrix import METHOD_WRAPPERS
 from gtp.ops.collective_backends import BackendName
 
 SUPPORTED: Final = ((0, 19), (0, 20))
@@ -81,20 +79,24 @@ def install(config: GTPConfig | None = None, *, tp_gemm_backend: BackendName | N
                 f"call gtp.megatron.uninstall() before installing with {config}, tp_gemm_backend={tp_gemm_backend!r}"
             )
         return
+    for holder in (*WRAPPED, *WRAPPED_METHODS):
+        importlib.import_module(holder.module)  # now, while names that it binds at import are still Megatron's
     names = names_behind_the_flag(config)
     replaced = [_replace(api, entry.name, names[entry.name]) for entry in API]
     for bound in BOUND_AT_IMPORT:
         module = sys.modules.get(bound.module)
         if module is not None:
             replaced += [_replace(module, name, names[name]) for name in bound.names]
+    wrappers = {**checkpoint.WRAPPERS, **refusals.WRAPPERS}
     for entry in WRAPPED:
         defined_in = importlib.import_module(entry.module)
-        wrapped = WRAPPERS[entry.name](getattr(defined_in, entry.name))
+        wrapped = wrappers[entry.name](getattr(defined_in, entry.name))
         holders = [defined_in, *(sys.modules[name] for name in entry.copied_by if name in sys.modules)]
         replaced += [_replace(holder, entry.name, wrapped) for holder in holders]
+    method_wrappers = {**checkpoint.METHOD_WRAPPERS, **whole_matrix.METHOD_WRAPPERS}
     for method in WRAPPED_METHODS:
         module = importlib.import_module(method.module)
-        replaced.append(_replace(module, method.name, METHOD_WRAPPERS[method.name](_get(module, method.name))))
+        replaced.append(_replace(module, method.name, method_wrappers[method.name](_get(module, method.name))))
     if tp_gemm_backend is not None:
         layers = importlib.import_module(tp_linear.MODULE)
         for name, wrap in tp_linear.method_wrappers(tp_gemm_backend).items():

@@ -2,8 +2,9 @@
 
 Megatron describes each tensor by where its local part lies in a global one. `sharded_tensors` stands behind the name
 that Megatron calls for modules with GTP weights: rows split over TP and GTP together, one writer per shard, replicated
-tensors written once. `WRAPPERS` stand before two more functions of Megatron, through which sharded weights would be
-stored with their padding, or with the halves of a gated fc1 interleaved (see [Note: what the file holds]).
+tensors written once. `WRAPPERS` and `METHOD_WRAPPERS` stand before more functions of Megatron, through which sharded
+weights would be stored with their padding, with the halves of a gated fc1 interleaved, or as copies that no optimizer
+knows (see [Note: what the file holds]).
 """
 
 from __future__ import annotations
@@ -143,11 +144,55 @@ def _gated(original: Callable[..., Any]) -> Callable[..., Any]:
 
         if not isinstance(original_sh_ten, SavedRows):
             return original(original_sh_ten, sharded_offsets, singleton_local_shards, *args, **options)
-        placement = dataclasses.replace(original_sh_ten.placement, stacked=("w", "v"), apart=singleton_local_shards)
+        placement = dataclasses.replace(original_sh_ten.placement, stacked=("_w", "_v"), apart=singleton_local_shards)
         return dataclasses.replace(original_sh_ten, placement=placement)
 
     return apply_swiglu_sharded_factory
 
+
+def _in_proj(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Before `sharded_state_dict` of Mamba mixers and gated delta nets, whose in_proj stacks several matrices.
+
+    Megatron expects it whole; where it is sharded, it gathers a copy, which no optimizer finds its parameter by.
+    """
+
+    @functools.wraps(original)
+    def sharded_state_dict(
+        mixer: Any, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None, *args: Any, **options: Any
+    ) -> Any:
+        layer = mixer.in_proj
+        weight = layer.weight
+        if not isinstance(weight, MegatronGTPWeight):
+            return original(mixer, prefix, sharded_offsets, metadata, *args, **options)
+        from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        key = f"{prefix}in_proj.weight"
+        rows = layer.sharded_state_dict(f"{prefix}in_proj.", sharded_offsets, metadata)[key]
+        layer._parameters["weight"] = torch.nn.Parameter(
+            torch.empty(weight.logical_shape, dtype=weight.plain_shard().dtype, device="meta"), requires_grad=False
+        )
+        try:
+            entries = original(mixer, prefix, sharded_offsets, metadata, *args, **options)
+        finally:
+            layer._parameters["weight"] = weight
+        parts = entries[key].build()
+        placement = dataclasses.replace(
+            rows.placement,
+            stacked=tuple(part.key.removeprefix(key) for part in parts),
+            heights=tuple(part.data.shape[0] for part in parts),
+            apart=True,
+        )
+        entries[key] = dataclasses.replace(rows, placement=placement)
+        return entries
+
+    return sharded_state_dict
+
+
+METHOD_WRAPPERS: Final[Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = MappingProxyType(
+    {"MambaMixer.sharded_state_dict": _in_proj, "_GDNBase.sharded_state_dict": _in_proj}
+)
+"""Method of Megatron to what makes its replacement from it."""
 
 WRAPPERS: Final[Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = MappingProxyType(
     {"make_tp_sharded_tensor_for_checkpoint": _tp_sharded, "apply_swiglu_sharded_factory": _gated}

@@ -4,7 +4,8 @@
 tensor, so that any layout, and Megatron without gtp, can load it. Two things stand in the way. Megatron places equal
 parts on a grid, so the padding of the last shard would become rows of the tensor. And the fc1 of a gated MLP is two
 matrices, gate and up, one below the other in each TP rank; in the file all gate rows come first, whatever the TP size,
-so the rows of a shard that reaches from one into the other lie in two places.
+so the rows of a shard that reaches from one into the other lie in two places. Mamba's in_proj stacks five matrices of
+different heights, which are five tensors in the file.
 
 Rows `[0, 10)` of a gated fc1, TP 2, GTP 2 of 5 rows each; `g` gate, `u` up, first digit the TP rank, second the GTP
 rank whose shard holds the row:
@@ -40,8 +41,9 @@ class Placement:
         tp_rank: This rank's place in it.
         tp_size: Its size.
         prepended: `(axis, offset, size)` of axes before the weight's own, such as layer and expert number.
-        stacked: Names of the equally tall matrices that each TP rank stacks; one, unless a gated fc1.
-        apart: Whether the stacked matrices are tensors of their own in the file, `KEY_NAME` each.
+        stacked: Suffixes of the keys of the matrices that each TP rank stacks; one, but for a gated fc1 or in_proj.
+        heights: Rows of each of them in a TP rank; None: equally many.
+        apart: Whether the stacked matrices are tensors of their own in the file, each under its key.
     """
 
     layout: ShardLayout
@@ -50,24 +52,26 @@ class Placement:
     tp_size: int
     prepended: tuple[tuple[int, int, int], ...] = ()
     stacked: tuple[str, ...] = ("",)
+    heights: tuple[int, ...] | None = None
     apart: bool = False
 
     def parts(self) -> Iterator[tuple[str, slice, tuple[int, ...], tuple[int, ...]]]:
         """(suffix of the key, rows of the shard, offset in the global tensor, its shape) of each run of rows."""
         start, stop = self.layout.row_range()
-        height = self.layout.rows // len(self.stacked)
+        heights = self.heights or (self.layout.rows // len(self.stacked),) * len(self.stacked)
         row_splits = self.tp_size if self.tp_axis == 0 else 1
         row_rank = self.tp_rank if self.tp_axis == 0 else 0
-        for position, name in enumerate(self.stacked):
-            first, last = max(start, position * height), min(stop, (position + 1) * height)
+        top = 0  # of the matrix, in the TP rank's stack
+        for name, height in zip(self.stacked, heights, strict=True):
+            first, last = max(start, top), min(stop, top + height)
             if first < last:
-                row = row_rank * height + first - position * height
+                row = row_rank * height + first - top
                 if not self.apart:
-                    row += position * height * row_splits
-                tall = height * row_splits * (1 if self.apart else len(self.stacked))
-                suffix = f"_{name}" if self.apart else ""
+                    row += top * row_splits
+                tall = row_splits * (height if self.apart else sum(heights))
                 offset, shape = self._around(row, tall)
-                yield suffix, slice(first - start, last - start), offset, shape
+                yield name if self.apart else "", slice(first - start, last - start), offset, shape
+            top += height
 
     def _around(self, row: int, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         offset, shape = [row], [rows]

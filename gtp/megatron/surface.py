@@ -151,11 +151,15 @@ WRAPPED: Final = (
     Wrapped(
         "apply_swiglu_sharded_factory", "megatron.core.transformer.mlp", ("megatron.core.transformer.moe.experts",)
     ),
+    Wrapped("_create_emerging_optimizer", "megatron.core.optimizer.emerging_optimizers", ("megatron.core.optimizer",)),
+    Wrapped("_get_megatron_optimizer_based_on_param_groups", "megatron.core.optimizer", ()),
 )
 
 WRAPPED_METHODS: Final = (
     WrappedMethod("TensorParallelMuon.orthogonalize", "megatron.core.optimizer.emerging_optimizers"),
     WrappedMethod("Float16OptimizerWithFloat16Params.__init__", "megatron.core.optimizer.optimizer"),
+    WrappedMethod("MambaMixer.sharded_state_dict", "megatron.core.ssm.mamba_mixer"),
+    WrappedMethod("_GDNBase.sharded_state_dict", "megatron.core.ssm.gated_delta_net.common"),
 )
 
 WEIGHT: Final = (

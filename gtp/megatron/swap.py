@@ -13,6 +13,7 @@ from torch import nn
 from gtp.config import GTPConfig
 from gtp.errors import GTPStateError, UnsupportedError
 from gtp.megatron import building
+from gtp.megatron.refusals import refuse_settings
 from gtp.megatron.tied import accept_supplied_weight
 from gtp.megatron.weight import MegatronGTPWeight
 from gtp.runtime.runtime import GTPRuntime
@@ -39,7 +40,8 @@ def swap_parameters(model: nn.Module) -> GTPRuntime:
     Raises:
         GTPStateError: gtp is not installed, no GTP axis is up, the model is sharded already or wrapped by
             DistributedDataParallel.
-        UnsupportedError: a weight belongs to a layer that cannot be swapped. The message names it.
+        UnsupportedError: a weight belongs to a layer that cannot be swapped, or a setting of the model is not served.
+            The message names it.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -51,6 +53,8 @@ def swap_parameters(model: nn.Module) -> GTPRuntime:
     groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["gtp_remat", "expt_gtp_remat"])
     layers = list(_layers(model, groups.gtp_remat, groups.expt_gtp_remat))
     _check(model, layers)
+    for module in model.modules():
+        refuse_settings(getattr(module, "config", None))
     config = building.model_config(installed.config, _per_token_loss(layers))
     device = building.device_for(next(model.parameters()), layers[0].group)
     runtime = building.runtime_for(model, config, layers[0].group, device)

@@ -46,6 +46,16 @@ EXPERT_LAYOUTS = {
 }
 
 
+# what these models have beside a GPT's matrices: compressed projections, layers after the last, stacks of five matrices
+MODELS = {
+    "mla": dataclasses.replace(DENSE, gqa=False, bias=False, mla=True),
+    "mtp": dataclasses.replace(DENSE, mtp=1),
+    "mtp tied": dataclasses.replace(DENSE, mtp=2, tied=True),
+    "hybrid": dataclasses.replace(DENSE, bias=False, hybrid="M*-"),
+}
+MODEL_LAYOUTS = {"tp1 gtp4": {"gtp": 4}, "tp2 gtp2": {"tp": 2, "gtp": 2}, "unsharded": {}}
+
+
 @contextlib.contextmanager
 def job(case: Case, seed: int, plain: bool = False) -> Iterator[Job]:
     """A fresh model; `plain`: in Megatron without gtp."""
@@ -179,6 +189,15 @@ def test_one_file_for_every_layout(ranks: Any, tmp_path: Path, base: Case, layou
     assert results[0]["sizes"]["embedding.word_embeddings.weight"] == (96, 32)
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_other_models_have_one_file_for_every_layout_too(ranks: Any, tmp_path: Path, model: str):
+    results = ranks(4).run(travel, MODELS[model], MODEL_LAYOUTS, str(tmp_path), timeout=100)
+    assert [found["wrong"] for found in results] == [{}] * 4
+    assert results[0]["states"] == len(results[0]["sizes"])
+    in_proj = {key: size for key, size in results[0]["sizes"].items() if "in_proj" in key}
+    assert [key.rpartition(".")[2] for key in in_proj] == (["z", "x", "B", "C", "dt"] if model == "hybrid" else [])
+
+
 def resumed(case: Case, kind: str, folder: str) -> tuple[list[float], list[float], list[float], bool]:
     """Losses of six steps; of three after a save; of the same three by another model that loaded; equal at the end."""
     with job(case, seed=1) as whole:
@@ -202,6 +221,9 @@ RESUMED = {
     # without biases: Megatron's optimizer mixes up parameters where one group has two dtypes, and these norms are fp32
     "bf16": (dataclasses.replace(DENSE, gtp=2, bias=False, tied=True, bf16=True, grad_fp32=True), "fully_reshardable"),
     "experts": (dataclasses.replace(EXPERTS, gtp=2, egtp=2), "fully_reshardable"),
+    "hybrid": (dataclasses.replace(MODELS["hybrid"], gtp=2, overlap_grad=True), "fully_reshardable"),
+    "hybrid without it": (dataclasses.replace(MODELS["hybrid"], gtp=4, distributed_optimizer=False), ""),
+    "mtp": (dataclasses.replace(MODELS["mtp tied"], gtp=2), "fully_reshardable"),
 }
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import gtp
+import gtp.megatron
+from gtp.megatron.refusals import ELEMENTWISE, WHOLE_MATRIX
 from gtp.testing.megatron_cpu import megatron_on_cpu
 from tests.megatron.training import Case, Job, bare_models, environment, model_config
 
@@ -44,6 +46,25 @@ def shards_that_tp_does_not_divide(case: Case) -> None:
         num_layers=1, hidden_size=8, num_attention_heads=2, tensor_model_parallel_size=2,
         tensor_parallel_num_weight_shards=3,
     )  # fmt: skip
+
+
+class Setting:
+    """Builds a model whose config has one field set."""
+
+    def __init__(self, name: str, value: object) -> None:
+        self.name, self.value = name, value
+
+    def __call__(self, case: Case) -> None:
+        config = model_config(case)
+        setattr(config, self.name, self.value)
+        bare_models(case, config)
+
+
+def counting_zeros_of_padding(case: Case) -> None:
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    job = Job(case)
+    get_megatron_optimizer(OptimizerConfig(lr=1e-2, log_num_zeros_in_grad=True), job.chunks)
 
 
 def a_weight_stored_otherwise(case: Case) -> None:
@@ -84,6 +105,24 @@ REFUSALS: dict[str, tuple[Case, Callable[[Case], object], str]] = {
         shards_that_tp_does_not_divide,
         r"ValueError: tensor_parallel_num_weight_shards \(3\) must be divisible by tensor_model_parallel_size \(2\)",
     ),
+    "fp8": (Case(gtp=2), Setting("fp8", "hybrid"), r"UnsupportedError: fp8='hybrid' with tensor_parallel_num_weight"),
+    "fp4": (Case(gtp=2), Setting("fp4", "e2m1"), "UnsupportedError: fp4='e2m1' .*Train in bf16"),
+    "cuda_graphs": (
+        Case(gtp=2),
+        Setting("cuda_graph_impl", "local"),
+        "UnsupportedError: cuda_graph_impl='local' .*does not run under Megatron's CUDA graph runner",
+    ),
+    "old_cuda_graphs": (Case(gtp=2), Setting("enable_cuda_graph", True), "UnsupportedError: enable_cuda_graph=True"),
+    "delayed_wgrad": (
+        Case(gtp=2),
+        Setting("delay_wgrad_compute", True),
+        "UnsupportedError: delay_wgrad_compute=True .*would never be reduced",
+    ),
+    "zeros_of_padding": (
+        Case(gtp=2, alignment=7),
+        counting_zeros_of_padding,
+        r"UnsupportedError: log_num_zeros_in_grad=True: embedding\.word_embeddings\.weight has 2 rows of padding",
+    ),
     "stored_otherwise": (
         Case(gtp=2),
         a_weight_stored_otherwise,
@@ -107,6 +146,57 @@ def test_refused(ranks: Any, name: str):
     case, wrong, pattern = REFUSALS[name]
     for text in ranks(2).run(message, case, wrong):
         assert re.match(pattern, text), text
+
+
+def optimizers_made(names: list[str]) -> dict[str, str]:
+    case = Case(gtp=2)
+    with environment(case):
+        job = Job(case)
+        return {name: message_of(job, name) for name in names}
+
+
+def message_of(job: Job, name: str) -> str:
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    try:
+        get_megatron_optimizer(OptimizerConfig(optimizer=name, lr=1e-2, muon_fp32_matmul_prec="highest"), job.chunks)
+    except gtp.GTPError as error:
+        return f"{type(error).__name__}: {error}"
+    return "made"
+
+
+def test_optimizers_that_look_at_the_matrix_are_refused_by_name(ranks: Any):
+    pytest.importorskip(
+        "emerging_optimizers", reason="Megatron registers optimizers of the package emerging-optimizers"
+    )
+    from megatron.core.optimizer.emerging_optimizers import _EMERGING_OPTIMIZERS
+
+    served = ELEMENTWISE | WHOLE_MATRIX
+    names = sorted({"adam", "sgd", *_EMERGING_OPTIMIZERS})
+    assert {"soap", "adaptive_muon"} | served <= {*names}
+    for found in ranks(2).run(optimizers_made, names):
+        assert {name for name, text in found.items() if text == "made"} == {"adam", "sgd"} | served
+        for name, text in found.items():
+            if text != "made":
+                assert re.match(
+                    rf"UnsupportedError: optimizer='{name}': .*'adam', 'laprop', 'lion', 'muon', 'sgd'", text
+                )
+
+
+def zeros_counted() -> list[float]:
+    counts = []
+    for case in (Case(), Case(gtp=2), Case(gtp=2, distributed_optimizer=True)):
+        with environment(case):
+            job = Job(case)
+            job.step(0)
+            counts.append(job.optimizer.count_zeros())
+    return counts
+
+
+def test_zeros_are_those_of_the_unsharded_gradient(ranks: Any):
+    for plain, sharded, distributed in ranks(2).run(zeros_counted):
+        assert plain == sharded == distributed
+        assert plain >= 32  # rows of tokens that did not occur
 
 
 def optimizer_instances() -> str:

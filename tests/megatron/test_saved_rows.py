@@ -6,6 +6,7 @@ No process group. That files are right is shown with real ranks in test_checkpoi
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -26,7 +27,7 @@ from gtp.weights.layout import ShardLayout
 
 def test_a_gated_fc1_reaches_into_both_halves():
     # 10 rows per TP rank, gate over up, in shards of 4: the second shard holds the last gate row and three up rows
-    placement = Placement(ShardLayout((10, 3), 3, 1), 0, tp_rank=1, tp_size=2, stacked=("w", "v"))
+    placement = Placement(ShardLayout((10, 3), 3, 1), 0, tp_rank=1, tp_size=2, stacked=("_w", "_v"))
     assert list(placement.parts()) == [
         ("", slice(0, 1), (5 + 4, 0), (20, 3)),
         ("", slice(1, 4), (10 + 5, 0), (20, 3)),
@@ -34,7 +35,7 @@ def test_a_gated_fc1_reaches_into_both_halves():
 
 
 def test_halves_as_tensors_of_their_own():
-    placement = Placement(ShardLayout((10, 3), 3, 1), 0, tp_rank=1, tp_size=2, stacked=("w", "v"), apart=True)
+    placement = Placement(ShardLayout((10, 3), 3, 1), 0, tp_rank=1, tp_size=2, stacked=("_w", "_v"), apart=True)
     assert list(placement.parts()) == [
         ("_w", slice(0, 1), (5 + 4, 0), (10, 3)),
         ("_v", slice(1, 4), (5, 0), (10, 3)),
@@ -80,8 +81,8 @@ def test_all_ranks_together_write_the_unsharded_tensor(
         layout = ShardLayout((rows, columns), gtp_size, g, alignment)
         shard = torch.zeros(layout.shard_shape, dtype=torch.int64)
         shard[layout.valid_slice] = local[t][layout.shard_slice]
-        stacked = ("w", "v") if gated else ("",)
-        placement = Placement(layout, tp_axis, t, tp_size, ((0, 1, 2),), stacked, apart)
+        stacked = ("_w", "_v") if gated else ("",)
+        placement = Placement(layout, tp_axis, t, tp_size, ((0, 1, 2),), stacked, apart=apart)
         built = SavedRows.of("k", shard, placement, 0).build()
         padding = built.pop("padding", None)
         assert (0 if padding is None else len(padding.unwrap())) == layout.shard_rows - layout.valid_rows
@@ -106,6 +107,18 @@ def test_slices_of_flattened_shards_are_refused():
         entry.build()
 
 
+def test_matrices_of_different_heights_as_tensors_of_their_own():
+    # 3 + 1 + 2 rows per TP rank in shards of 2: the second shard holds the last row of the first and the second matrix
+    layout = ShardLayout((6, 3), 3, 1)
+    placement = Placement(layout, 0, tp_rank=1, tp_size=2, stacked=(".x", ".b", ".d"), heights=(3, 1, 2), apart=True)
+    assert list(placement.parts()) == [
+        (".x", slice(0, 1), (3 + 2, 0), (6, 3)),
+        (".b", slice(1, 2), (1, 0), (2, 3)),
+    ]
+    together = dataclasses.replace(placement, apart=False)
+    assert list(together.parts()) == [("", slice(0, 1), (5, 0), (12, 3)), ("", slice(1, 2), (6 + 1, 0), (12, 3))]
+
+
 @functools.cache
 def importers(name: str) -> dict[str, bool]:
     """Megatron's modules that import `name` from another one -> whether at import time."""
@@ -119,7 +132,8 @@ def importers(name: str) -> dict[str, bool]:
         if name in text:
             top = {a.name for n in ast.parse(text).body if isinstance(n, ast.ImportFrom) for a in n.names}
             if name in top:
-                found["megatron.core." + ".".join(path.relative_to(root).with_suffix("").parts)] = True
+                parts = path.relative_to(root).with_suffix("").parts
+                found[".".join(["megatron.core", *parts]).removesuffix(".__init__")] = True
     return found
 
 

@@ -1,0 +1,120 @@
+"""Settings of Megatron that gtp does not serve, refused by name where they are first seen.
+
+Those of a model when its first weight is handed over, those of an optimizer when it is made: `WRAPPERS` stand before
+two functions that every optimizer of Megatron comes from.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from torch import nn
+
+from gtp.errors import UnsupportedError
+from gtp.megatron.weight import MegatronGTPWeight
+
+_NO_QUANTIZED: Final = (
+    "gtp gathers Megatron's weights in their own dtype and does not quantize them. Train in bf16, or leave gtp out and "
+    "use Megatron's own implementation with Transformer Engine"
+)
+_NO_GRAPHS: Final = "gtp does not run under Megatron's CUDA graph runner. Leave it out"
+_NO_DELAYED_WGRAD: Final = (
+    "a weight gradient that is computed later than its backward would never be reduced over the GTP ranks. Turn it off"
+)
+
+_MODEL: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "fp8": _NO_QUANTIZED,
+        "fp4": _NO_QUANTIZED,
+        "cuda_graph_impl": _NO_GRAPHS,
+        "enable_cuda_graph": _NO_GRAPHS,
+        "external_cuda_graph": _NO_GRAPHS,
+        "delay_wgrad_compute": _NO_DELAYED_WGRAD,
+        "overlap_dispatch_backward_with_experts_wgrad": _NO_DELAYED_WGRAD,
+    }
+)
+"""Field of `TransformerConfig` to why it must stay off."""
+
+ELEMENTWISE: Final = frozenset({"laprop", "lion"})
+"""Emerging optimizers whose update of an element needs that element alone."""
+
+WHOLE_MATRIX: Final = frozenset({"muon"})
+"""Those for which gtp gathers the matrix, see `gtp.megatron.whole_matrix`."""
+
+
+def refuse_settings(config: object) -> None:
+    """Checks a model's config.
+
+    Args:
+        config: A `TransformerConfig`; whatever lacks the fields passes.
+
+    Raises:
+        UnsupportedError: a setting is on that would give wrong numbers, or fail later. The message names it.
+    """
+    for name, why in _MODEL.items():
+        value = getattr(config, name, None)
+        if value not in (None, False, "none"):
+            raise UnsupportedError(f"{name}={value!r} with tensor_parallel_num_weight_shards: {why}")
+
+
+def _known_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Before `_create_emerging_optimizer`: what looks at a matrix would see this rank's rows of it."""
+
+    @functools.wraps(original)
+    def create(config: Any, param_groups: Any, eopt_name: str, model_chunks: Any, *args: Any, **options: Any) -> Any:
+        if eopt_name not in ELEMENTWISE | WHOLE_MATRIX:
+            for name, weight in _sharded(param_groups, model_chunks):
+                served = ", ".join(map(repr, sorted({"adam", "sgd"} | ELEMENTWISE | WHOLE_MATRIX)))
+                raise UnsupportedError(
+                    f"optimizer={eopt_name!r}: it is not known to update {name}, of which this rank holds "
+                    f"{tuple(weight.layout.shard_shape)} of {tuple(weight.logical_shape)}, as it would update the "
+                    f"whole matrix. With sharded weights use one of {served}"
+                )
+        return original(config, param_groups, eopt_name, model_chunks, *args, **options)
+
+    return create
+
+
+def _countable_zeros(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Before `_get_megatron_optimizer_based_on_param_groups`: padding would count as zeros of the gradient."""
+
+    @functools.wraps(original)
+    def make(config: Any, model_chunks: Any, param_groups: Any, *args: Any, **options: Any) -> Any:
+        if config.log_num_zeros_in_grad:
+            _refuse_padding(param_groups, model_chunks)
+        return original(config, model_chunks, param_groups, *args, **options)
+
+    return make
+
+
+def _refuse_padding(param_groups: Iterable[Mapping[str, Any]], model_chunks: Iterable[nn.Module]) -> None:
+    for name, weight in _sharded(param_groups, model_chunks):
+        if weight.pad_length:
+            raise UnsupportedError(
+                f"log_num_zeros_in_grad=True: {name} has {weight.pad_length} rows of padding over "
+                f"{weight.gtp_remat_size} GTP ranks, which would be counted as zeros. Turn it off, or choose sizes and "
+                "GTPConfig(alignment=...) such that the rows of every weight divide"
+            )
+
+
+def _sharded(
+    param_groups: Iterable[Mapping[str, Any]], model_chunks: Iterable[nn.Module]
+) -> Iterator[tuple[str, MegatronGTPWeight]]:
+    """Names and weights in the groups. A weight itself knows its name only after the model's first forward."""
+    names = {p: name for chunk in model_chunks for name, p in chunk.named_parameters()}
+    for group in param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, MegatronGTPWeight):
+                yield names.get(parameter, parameter.name).removeprefix("module."), parameter
+
+
+WRAPPERS: Final[Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = MappingProxyType(
+    {
+        "_create_emerging_optimizer": _known_optimizer,
+        "_get_megatron_optimizer_based_on_param_groups": _countable_zeros,
+    }
+)
+"""Name of a function of Megatron to what makes its replacement from it."""
