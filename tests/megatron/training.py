@@ -1,4 +1,5 @@
-"""Trains small Megatron-Core models on CPU ranks, in any layout, for the tests of this folder. Runs inside ranks.
+"""Trains small Megatron-Core models in any layout, for the tests of this folder. Runs inside ranks: on CPU ranks, or on
+the GPU that the rank has chosen where there is one (test_gpu.py).
 
 `train(case)` builds the model that `case` describes as a Megatron user would, takes a few steps through Megatron's own
 schedule, DistributedDataParallel and optimizer, and returns the losses and gradient norms. The data depends on the data
@@ -55,6 +56,7 @@ class Case:
     hybrid: str | None = None  # layers of a HybridModel: M Mamba, * attention, - MLP
     bf16: bool = False
     cpu_init: bool = True
+    te: bool = False  # Transformer Engine's layers; on GPUs
     # training
     optimizer: str = "adam"
     layer_wise: bool = False
@@ -68,6 +70,7 @@ class Case:
     steps: int = 5
     bucket_size: int | None = None
     alignment: int = 1
+    transport: str = "auto"
 
     def unsharded(self) -> Case:
         """The same model and data in Megatron without gtp."""
@@ -143,7 +146,8 @@ class Job:
         """`[BATCH, SEQ + 1]` per microbatch, equal for equal step and data rank."""
         rank = self.parallel.get_data_parallel_rank()
         generator = torch.Generator().manual_seed(1000 * step + rank)
-        return [torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=generator) for _ in range(self.case.microbatches)]
+        drawn = [torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=generator) for _ in range(self.case.microbatches)]
+        return [ids.cuda() for ids in drawn]
 
     def result(self, extra: Any = None) -> Trained:
         weights = [
@@ -168,15 +172,18 @@ class Job:
 
 @contextlib.contextmanager
 def environment(case: Case) -> Iterator[None]:
-    """Megatron's process groups for `case` are up and gtp is installed, on CPU ranks."""
+    """Megatron's process groups for `case` are up and gtp is installed, on CPU ranks or GPUs."""
     from megatron.core import parallel_state
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    with megatron_on_cpu(), hybrid.without_kernels():
+    with contextlib.ExitStack() as on_cpu:
+        if not torch.cuda.is_available():
+            on_cpu.enter_context(megatron_on_cpu())
+            on_cpu.enter_context(hybrid.without_kernels())
         initialize(case)
-        gtp.megatron.install(gtp.GTPConfig(alignment=case.alignment))
+        gtp.megatron.install(gtp.GTPConfig(alignment=case.alignment, transport=case.transport))
         try:
             yield
         finally:
@@ -236,9 +243,12 @@ def build(case: Case, models: list[Any] | None = None) -> tuple[Any, list[Any], 
         overlap_param_gather=case.overlap_param,
         bucket_size=case.bucket_size,
     )
+    bare = models or bare_models(case, config)
+    if torch.cuda.is_available():
+        for model in bare:
+            model.cuda()  # norms are made on the CPU
     chunks = [
-        DistributedDataParallel(config, ddp, model, disable_bucketing=index > 0)
-        for index, model in enumerate(models or bare_models(case, config))
+        DistributedDataParallel(config, ddp, model, disable_bucketing=index > 0) for index, model in enumerate(bare)
     ]
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -338,6 +348,7 @@ def bare_models(case: Case, config: Any) -> list[Any]:
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
         get_gpt_mtp_block_spec,
     )
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -349,6 +360,8 @@ def bare_models(case: Case, config: Any) -> list[Any]:
         normalization="RMSNorm",
         qk_layernorm=case.mla,
     )
+    if case.te:
+        spec = get_gpt_layer_with_transformer_engine_spec(num_experts=case.experts or None)
     if case.mla or case.cp > 1:
         spec.submodules.self_attention.submodules.core_attention = PlainAttention
     if case.sequence_parallel:
@@ -419,8 +432,8 @@ class PlainAttention(torch.nn.Module):
 def _forward_step(case: Case, data: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     batch = next(data)
     tokens, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
-    positions = torch.arange(SEQ).expand_as(tokens)
-    mask = torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool).triu(1)
+    positions = torch.arange(SEQ, device="cuda").expand_as(tokens)
+    mask = None if case.te else torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool, device="cuda").triu(1)
     # some positions do not count, and not equally many on every rank
     weight = (labels % 5 != 0).float()
     return model(tokens, positions, mask, labels=labels, loss_mask=weight), partial(_loss, case, weight)
