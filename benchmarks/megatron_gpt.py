@@ -2,12 +2,20 @@
 
     python -m benchmarks.megatron_gpt             one rank per GPU
     python -m benchmarks.megatron_gpt --device cpu --tiny
+    python -m benchmarks.megatron_gpt --steps 200  loss curves instead, to megatron_curves.json and .png
 
 Forward and backward under Megatron's DistributedDataParallel, gradients into fp32 `main_grad`, no gradient
 synchronization over replicas and no optimizer, so the unsharded rows communicate nothing. Layer specs: "local" (plain
 torch) and "te" (Transformer Engine), each against its own unsharded row. Megatron keeps its process groups in globals,
 so variants are built and timed one after the other; each ratio is against the mean of the unsharded runs before and
 after. `losses` are those of the first steps, same seed and data.
+
+Memory: what an earlier variant left is collected before a variant is built, and `bytes_before` says what stayed.
+`peak_bytes` is the most that torch's allocator held during a step, with `symmetric_bytes`, which torch does not count:
+the peer memory of the copy engine.
+
+With `--steps`, every variant trains a smaller model by Megatron's Adam on text with something to learn. All start from
+the weights of the unsharded one.
 """
 
 from __future__ import annotations
@@ -18,13 +26,14 @@ import gc
 import importlib.util
 import statistics
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import gtp.megatron
-from benchmarks import common
+from benchmarks import common, soak
 
 
 class Skip(Exception):
@@ -32,6 +41,8 @@ class Skip(Exception):
 
 
 def sizes_of(args: argparse.Namespace) -> dict[str, int]:
+    if args.steps and not args.tiny:
+        return {"layers": 4, "hidden": 1024, "heads": 16, "kv": 4, "ffn": 2816, "vocab": 512}
     if args.tiny:
         return {"layers": 2, "hidden": 64, "heads": 4, "kv": 2, "ffn": 128, "vocab": 256}
     return {"layers": 8, "hidden": 4096, "heads": 32, "kv": 8, "ffn": 14336, "vocab": 32000}
@@ -86,10 +97,9 @@ def built(kind: str, spec: str, device: torch.device, args: argparse.Namespace, 
             gtp_api.classify_gtp_remat_chains(
                 [model], cuda_graph_modules=None, moe_shared_expert_overlap=False, cuda_graph_impl="none"
             )
+        del gpt
         yield model
-        del model, gpt
     finally:
-        gc.collect()
         parallel_state.destroy_model_parallel()
         if kind == "gtp":
             gtp.megatron.uninstall()
@@ -123,8 +133,24 @@ def step_of(
     return step, feed
 
 
+def settle(device: torch.device) -> int | None:
+    """Collects what earlier variants left. Returns the bytes of device memory that stay; None on CPU."""
+    gc.collect()  # a DistributedDataParallel and its hooks hold each other
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(device)
+
+
+def symmetric_bytes(model: Any) -> int:
+    """Peer memory of the copy engine, which is not torch's allocator's."""
+    return sum(getattr(r.transport, "symmetric_bytes", 0) for r in gtp.megatron.runtimes_of(model))
+
+
 def measure(kind: str, spec: str, seq: int, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
-    """Losses of the first steps (plain SGD on main_grad), then times."""
+    """Losses of the first steps (plain SGD on main_grad), then times. All that it built can be collected afterwards."""
+    before = settle(device)
     with built(kind, spec, device, args, seq) as model:
         step, feed = step_of(model, kind, spec, seq, sizes_of(args)["vocab"], device)
         losses = []
@@ -137,10 +163,17 @@ def measure(kind: str, spec: str, seq: int, device: torch.device, args: argparse
         feed(99)
         rounds = 3 if args.tiny else 8 if args.quick else 15
         timing = common.interleave({kind: step}, device, rounds=rounds, iterations=args.iterations)[kind]
+        peer = symmetric_bytes(model)
         peak = common.peak_memory(step, device)
         if device.type == "cuda":
             torch.cuda.synchronize()
-    return {"timing": timing, "peak": peak, "losses": losses}
+    return {
+        "timing": timing,
+        "peak_bytes": None if peak is None else peak + peer,
+        "symmetric_bytes": peer,
+        "bytes_before": before,
+        "losses": losses,
+    }
 
 
 @torch.no_grad()
@@ -154,10 +187,123 @@ def _descend(model: Any, kind: str) -> None:
         parameter.data.add_(grad.to(parameter.dtype), alpha=-1.0)
 
 
+def curve(
+    kind: str, spec: str, device: torch.device, args: argparse.Namespace, start: dict[str, torch.Tensor]
+) -> list[float]:
+    """Losses of `args.steps` steps of Megatron's Adam, averaged over ranks.
+
+    Args:
+        start: Full weights by name, to begin with; filled with those of this variant if empty.
+    """
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    settle(device)
+    vocab, seq = sizes_of(args)["vocab"], 64
+    losses = []
+    with built(kind, spec, device, args, seq) as model:
+        if start:
+            begin_at(model, start)
+        else:
+            start.update({name: p.detach().clone() for name, p in model.named_parameters()})
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=1e-3,
+                clip_grad=1.0,
+                bf16=device.type == "cuda",
+                params_dtype=model.config.params_dtype,
+            ),
+            [model],
+            use_gloo_process_groups=False,
+        )
+        positions = torch.arange(seq, device=device)[None].expand(8, seq)
+        mask = torch.ones(1, 1, seq, seq, dtype=torch.bool, device=device).triu(1) if spec == "local" else None
+        for number in range(args.steps):
+            ids, labels = soak.text(vocab, device, number, dist.get_rank())
+            model.zero_grad_buffer()
+            optimizer.zero_grad()
+            loss = model(ids, positions, mask, labels=labels).float().mean()
+            loss.backward()
+            finalize_model_grads([model], None)
+            optimizer.step()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            losses.append(float(total) / dist.get_world_size())
+    return losses
+
+
+@torch.no_grad()
+def begin_at(model: Any, start: dict[str, torch.Tensor]) -> None:
+    """Gives every parameter its rows of the full weights; rows of padding stay zero."""
+    for name, parameter in model.named_parameters():
+        full, rows = start[name], parameter.shape[0]
+        if parameter.shape != full.shape:
+            first = rows * dist.get_rank(parameter.group)
+            full = full[first : first + rows]
+        parameter.data[: full.shape[0]].copy_(full)
+
+
+def curves(device: torch.device, args: argparse.Namespace) -> None:
+    """Loss curves of all variants in one picture, and their largest distance from the unsharded one's."""
+    spec = specs_of(device)[0]
+    losses: dict[str, list[float]] = {}
+    skipped: dict[str, str] = {}
+    start: dict[str, torch.Tensor] = {}
+    for kind in kinds_of(spec):
+        try:
+            losses[kind] = curve(kind, spec, device, args, start)
+        except Skip as reason:
+            skipped[kind] = str(reason)
+    rows = [
+        {
+            "case": f"{spec} {args.steps} steps",
+            "impl": kind,
+            "mode": "eager",
+            "first_loss": values[0],
+            "last_loss": values[-1],
+            "loss_gap": max(abs(a - b) for a, b in zip(values, losses["unsharded"], strict=True)),
+        }
+        for kind, values in losses.items()
+    ]
+    common.say(common.table(rows, ["case", "impl", "first_loss", "last_loss", "loss_gap"]))
+    args.out = args.out or common.RESULTS / "megatron_curves.json"
+    if common.is_main():
+        plot(losses, args.out.with_suffix(".png"))
+    common.write("megatron_gpt", device, rows, args, sizes=sizes_of(args), skipped=skipped, losses=losses)
+
+
+def plot(losses: dict[str, list[float]], path: Path) -> None:
+    """One line per variant; those that coincide lie dashed and dotted over each other."""
+    try:
+        import matplotlib
+    except ImportError:
+        common.say("matplotlib is not installed: no plot of the loss curves")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for (name, values), (style, width) in zip(losses.items(), (("-", 3.0), ("--", 1.8), (":", 1.4)), strict=False):
+        axes.plot(values, style, linewidth=width, label=name)
+    axes.set(xlabel="step", ylabel="loss", title="Megatron-Core GPT, same start and data")
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def specs_of(device: torch.device) -> list[str]:
+    """Layer specs that can run here."""
+    with_te = importlib.util.find_spec("transformer_engine") is not None and device.type == "cuda"
+    return ["te", "local"] if with_te else ["local"]
+
+
 def run(device: torch.device, args: argparse.Namespace) -> None:
-    specs = ["local"]
-    if importlib.util.find_spec("transformer_engine") is not None and device.type == "cuda":
-        specs.insert(0, "te")
+    if args.steps:
+        curves(device, args)
+        return
+    specs = specs_of(device)
     rows: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
     for spec in specs:
@@ -171,10 +317,15 @@ def run(device: torch.device, args: argparse.Namespace) -> None:
     common.write("megatron_gpt", device, rows, args, sizes=sizes_of(args), skipped=skipped)
 
 
+def kinds_of(spec: str) -> list[str]:
+    """What is compared; Megatron-Core's own GTP needs Transformer Engine."""
+    return ["unsharded", "gtp", *(["megatron-core gtp"] if spec == "te" else [])]
+
+
 def compare(
     spec: str, seq: int, device: torch.device, args: argparse.Namespace, skipped: dict[str, str]
 ) -> list[dict[str, Any]]:
-    kinds = ["unsharded", "gtp", *(["megatron-core gtp"] if spec == "te" else []), "unsharded"]
+    kinds = [*kinds_of(spec), "unsharded"]
     results: list[tuple[str, dict[str, Any]]] = []
     for kind in kinds:
         try:
@@ -197,7 +348,9 @@ def compare(
                 "ms_max": round(max(timing.ms), 3),
                 "host_ms": round(statistics.median(timing.host_ms), 3),
                 "ratio": round(base / timing.median, 4),
-                "peak_bytes": result["peak"],
+                "peak_bytes": result["peak_bytes"],
+                "symmetric_bytes": result["symmetric_bytes"],
+                "bytes_before": result["bytes_before"],
                 "losses": result["losses"],
                 "loss_gap": max(gaps),
             }
@@ -210,6 +363,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="4096", help="comma-separated sequence lengths")
     parser.add_argument("--iterations", type=int, default=2, help="steps per sample")
     parser.add_argument("--losses", type=int, default=5, help="training steps before timing")
+    parser.add_argument("--steps", type=int, default=0, help="loss curves over this many steps, instead of times")
     parser.add_argument("--transport", default="auto")
     args = parser.parse_args()
     if args.device == "cpu":

@@ -1,0 +1,65 @@
+"""The Megatron benchmark on CPU ranks: its files say what they must, and a variant leaves nothing to the next."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import megatron_gpt
+from gtp.runtime.runtime import GTPRuntime
+from gtp.testing.megatron_cpu import megatron_on_cpu
+from gtp.weights.parameter import GTPWeight
+
+
+def left_by_a_variant() -> dict[str, int]:
+    """Objects that live after a variant was built, trained, timed and taken down as the benchmark does."""
+    args = argparse.Namespace(tiny=True, quick=True, steps=0, losses=2, iterations=1, transport="auto")
+    with megatron_on_cpu():
+        result = megatron_gpt.measure("gtp", "local", 16, torch.device("cpu"), args)
+        megatron_gpt.settle(torch.device("cpu"))
+    assert len(result["losses"]) == 2
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    kinds = (GTPRuntime, GTPWeight, GPTModel)
+    # asking a half-dead object for its class may raise
+    living = [type(thing) for thing in gc.get_objects() if issubclass(type(thing), kinds)]
+    return {kind.__name__: sum(issubclass(found, kind) for found in living) for kind in kinds}
+
+
+def test_a_variant_leaves_nothing_to_the_next(ranks: Any):
+    for left in ranks(2).run(left_by_a_variant):
+        assert left == {"GTPRuntime": 0, "GTPWeight": 0, "GPTModel": 0}
+
+
+@pytest.mark.timeout(300)
+def test_loss_curves_of_all_variants_lie_over_each_other(tmp_path: pathlib.Path):
+    out = tmp_path / "curves.json"
+    command = [sys.executable, "-m", "benchmarks.megatron_gpt", "--device", "cpu", "--tiny", "--steps", "12"]
+    done = subprocess.run(
+        [*command, "--out", str(out)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(out.read_text())
+    assert result["command"].startswith("python -m benchmarks.megatron_gpt --device cpu --tiny --steps 12")
+    losses = result["losses"]
+    assert set(losses) == {"unsharded", "gtp"}
+    assert len(losses["gtp"]) == 12
+    assert losses["gtp"][-1] < losses["gtp"][0] - 0.05
+    # clipping scales every gradient by a norm whose squares are added in another order
+    assert max(abs(a - b) for a, b in zip(losses["gtp"], losses["unsharded"], strict=True)) <= 1e-5
+    assert {row["impl"]: row["loss_gap"] <= 1e-5 for row in result["rows"]} == {"unsharded": True, "gtp": True}
+    assert out.with_suffix(".png").stat().st_size > 1000
