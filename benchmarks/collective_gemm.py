@@ -151,7 +151,6 @@ def variants(
             return step
 
         steps["copy_engine, uncut"] = with_settings(_TILE=1 << 60)
-        steps["copy_engine, cut at a quarter"] = with_settings(_TILE=copy_engine._TILE // 4)
         steps["copy_engine, always cut"] = with_settings(_TILE=1)
     return steps
 

@@ -15,8 +15,7 @@ import ctypes
 import dataclasses
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -172,7 +171,7 @@ class SimulatedDriver:
     def __init__(self, machine: Machine, rank: int) -> None:
         self.machine = machine
         self.rank = rank
-        self.main = self._current = machine.handle()
+        self.main = machine.handle()
         self._capture: _Capture | None = None
         self._made: dict[str, int] = {}
 
@@ -185,7 +184,7 @@ class SimulatedDriver:
         return self.machine.handle()
 
     def current_stream(self) -> int:
-        return self._current
+        return self.main
 
     def capture(self) -> int:
         return 0 if self._capture is None else self._capture.identifier
@@ -228,14 +227,6 @@ class SimulatedDriver:
             to, of = dst + row * dst_pitch, src + row * src_pitch
             self.queue(Operation(f"copy {width}", lambda to=to, of=of: ctypes.memmove(to, of, width)), stream)
 
-    @contextmanager
-    def on(self, stream: int) -> Iterator[None]:
-        before, self._current = self._current, stream
-        try:
-            yield
-        finally:
-            self._current = before
-
     def batch(self, ops: Sequence[SignalOp]) -> list[SignalOp]:
         return list(ops)
 
@@ -264,7 +255,7 @@ class SimulatedDriver:
 
     def compute(self, run: Callable[[], object], what: str = "compute") -> None:
         """Something on the current stream."""
-        self.queue(Operation(what, run), self._current)
+        self.queue(Operation(what, run), self.main)
 
     def make_arena(self, nbytes: int, group: FakeGroup) -> _Arena:
         made = self._made.get(group.group_name, 0)

@@ -2,12 +2,12 @@
 
 All-gather, then multiply. Every rank pushes its rows into each peer's slot while it multiplies its own rows; then it
 multiplies the others' rows, in the order in which they come. Multiply, then reduce-scatter. Every rank multiplies the
-others' rows first and pushes each product to its owner while it computes the next; its own rows come last, and what the
-peers sent is added to them. `Workspace` says how ranks know what is there and what is free.
+others' rows first and pushes each product to its owner while it computes the next; its own rows come last, and then all
+that is for them is added. `Workspace` says how ranks know what is there and what is free.
 
-[Note: products in turn on two streams] A GEMM cut in parts would wait between them: for flags, for the launch, for the
-last SMs of each part. So parts go on the current stream and on a second one in turn, each behind what it needs: while
-one waits, the other computes, and SMs that one part leaves take up the next.
+[Note: as few parts as there are ranks] Measured on H200s: halves of a product take 1% longer than the whole, quarters
+10%, so finer parts cost more than the addition that they could take into a GEMM. Parts on two streams in turn, to fill
+the SMs that a part leaves, take 2% to 5% longer than parts on one: two GEMMs at once fight for the cache.
 
 [Note: one operation, one fork and join] Other streams fork from the current stream when an operation begins, and it
 joins them when the operation ends. So whatever is queued on the current stream afterwards, an allocator's reuse of an
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 import torch
@@ -33,11 +32,10 @@ import torch.distributed as dist
 from gtp.errors import GTPStateError
 from gtp.ops.collective_backends.base import Factor, Gathering, GemmBackend
 from gtp.ops.collective_backends.collective import Gathered, multiply, sum_of_products
-from gtp.ops.collective_backends.workspace import CHUNKS, ArenaFactory, Slot, Workspace
+from gtp.ops.collective_backends.workspace import ArenaFactory, Slot, Workspace
 from gtp.ops.peer import Arena, CudaDriver, Driver, SymmetricArena, Watchdog
 
-_TILE = 128 * 128  # elements of a product that one SM computes at a time, or more
-_HERE: Final = nullcontext()
+_TILE = 64 * 64  # elements of a product, per SM, from which it is a GEMM of its own
 _ADVICE: Final = (
     "all ranks of a tensor-parallel group must run the same collective GEMMs in the same order. "
     "gtp.ops.gemm_backend(peer_timeout=...) sets the time"
@@ -47,9 +45,8 @@ _ADVICE: Final = (
 class CopyEngineBackend(GemmBackend):
     """See the module's header. For groups inside one NVLink domain; `gtp.ops.peer.why_not` tells.
 
-    Products are rounded once to the operands' dtype, which is also what travels. Of two ranks, the other's product is
-    added inside the GEMM's accumulator where the operation is large enough to be cut in two, otherwise after it; of
-    more, all are added in fp32 and rounded once.
+    Products are rounded once to the operands' dtype, which is also what travels; over ranks they are added in fp32 and
+    rounded once. Of two ranks, that is where NCCL rounds too.
 
     The workspace grows to the largest operation and stays. Growing is collective, synchronizes, and cannot happen while
     a CUDA graph is captured: run the largest size once before. Graphs that were captured before it grew stay right,
@@ -84,13 +81,10 @@ class CopyEngineBackend(GemmBackend):
         self._make_arena = make_arena or self._symmetric
         self._sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         new_stream, new_event = self.driver.new_stream, self.driver.new_event
-        self.lane, self.local_copies = new_stream(), new_stream()
-        self.second = new_stream(urgent=False)
-        self.started, self.ready, self.joined, self.done, self.local = (new_event() for _ in range(5))
-        # per step and chunk; a step is one block to the peer that many ranks above, and one from as many below
-        self.computed, self.sent, self.arrived = (
-            [[new_event() for _ in range(CHUNKS)] for _ in range(1, self.size)] for _ in range(3)
-        )
+        self.lane, self.side = new_stream(), new_stream()
+        self.started, self.done, self.local = new_event(), new_event(), new_event()
+        # per step; a step is one block to the peer that many ranks above, and one from as many below
+        self.computed, self.sent, self.arrived = ([new_event() for _ in range(1, self.size)] for _ in range(3))
         self._watchdog: Watchdog | None = None
         if device.type == "cuda":
             self._watchdog = Watchdog(device, peer_timeout, _ADVICE)
@@ -161,8 +155,8 @@ class CopyEngineBackend(GemmBackend):
     def end(self) -> None:
         self._busy = False
 
-    def fills_the_gpu(self, *shape: int) -> bool:
-        """Whether a product of this shape has work for every SM, so that cutting a larger one there costs little."""
+    def worth_cutting(self, *shape: int) -> bool:
+        """Whether a product of this shape has work for a good part of the SMs, so that it may stand alone."""
         return math.prod(shape) >= self._sms * _TILE
 
     def fork(self, event: int, stream: int) -> None:
@@ -175,43 +169,35 @@ class CopyEngineBackend(GemmBackend):
         self.driver.record(event, stream)
         self.driver.wait_event(self.driver.current_stream(), event)
 
-    def send(self, slot: Slot, step: int, chunk: int, block: torch.Tensor, rows: tuple[int, int]) -> None:
-        """Queues some rows of this rank's contiguous block to the peer of a step; the lane has forked already."""
+    def send(self, slot: Slot, step: int, block: torch.Tensor) -> None:
+        """Queues this rank's contiguous block to the peer of a step; the lane has forked already."""
         driver, lane = self.driver, self.lane
         peer = (self.rank + step) % self.size
-        driver.submit(slot.reclaim[chunk][peer], lane)
-        start, stop = rows
-        if stop > start:
-            nbytes = block.nbytes
-            at = start * nbytes // block.shape[0]
-            target = slot.pointers[peer] + self.rank * nbytes + at
-            driver.copy(target, block.data_ptr() + at, (stop - start) * nbytes // block.shape[0], lane)
-        driver.submit(slot.post[chunk][peer], lane)
-        driver.record(self.sent[step - 1][chunk], lane)
+        nbytes = block.nbytes
+        driver.submit(slot.reclaim[peer], lane)
+        driver.copy(slot.pointers[peer] + self.rank * nbytes, block.data_ptr(), nbytes, lane)
+        driver.submit(slot.post[peer], lane)
+        driver.record(self.sent[step - 1], lane)
 
-    def receive(self, slot: Slot, step: int, chunk: int) -> int:
-        """Holds the current stream until a chunk from the peer of a step is there. Returns the peer.
+    def receive(self, slot: Slot, step: int) -> int:
+        """Holds the current stream until the block from the peer of a step is there. Returns the peer.
 
         See [Note: no deadlock between branches]; it also joins the lane.
         """
         driver, current = self.driver, self.driver.current_stream()
         peer = (self.rank - step) % self.size
-        driver.wait_event(current, self.sent[step - 1][chunk])
-        driver.submit(slot.arrived[chunk][peer], current)
+        driver.wait_event(current, self.sent[step - 1])
+        driver.submit(slot.arrived[peer], current)
         return peer
 
-    def release(self, slot: Slot, chunks: int) -> None:
+    def release(self, slot: Slot) -> None:
         """The slot is free for the peers, in the order of the current stream."""
         driver = self.driver
         if driver.capture():
-            driver.submit(slot.release[chunks], driver.current_stream())  # a capture joins everything
+            driver.submit(slot.release, driver.current_stream())  # a capture joins everything
         else:
-            self.fork(self.done, self.second)
-            driver.submit(slot.release[chunks], self.second)
-
-    def part(self, index: int) -> AbstractContextManager[object]:
-        """For the work of the `index`-th part of a product. See [Note: products in turn on two streams]."""
-        return self.driver.on(self.second) if index % 2 else _HERE
+            self.fork(self.done, self.side)
+            driver.submit(slot.release, self.side)
 
     def __del__(self) -> None:
         watchdog = getattr(self, "_watchdog", None)
@@ -220,12 +206,6 @@ class CopyEngineBackend(GemmBackend):
 
     def _symmetric(self, nbytes: int, process_group: dist.ProcessGroup) -> Arena:
         return SymmetricArena(nbytes, process_group, self._device)
-
-
-def chunk_rows(rows: int, chunks: int) -> list[tuple[int, int]]:
-    """Start and stop of each chunk's rows; the last may be shorter or empty."""
-    step = -(-rows // chunks)
-    return [(min(c * step, rows), min((c + 1) * step, rows)) for c in range(chunks)]
 
 
 class _Gathering(Gathering):
@@ -267,9 +247,9 @@ class _Gathering(Gathering):
             self._columns = rows.new_empty(rows.shape[0] * backend.size, rows.shape[1] // backend.size)
         backend.fork(backend.started, backend.lane)
         for step in self._steps:
-            backend.send(self._slot, step, 0, memory, (0, memory.shape[0]))
+            backend.send(self._slot, step, memory)
         if self._whole or self._with_columns:
-            backend.driver.wait_event(backend.local_copies, backend.started)
+            backend.driver.wait_event(backend.side, backend.started)
             self._locally = True
         if self._whole:
             self._copy_own_rows()
@@ -284,7 +264,7 @@ class _Gathering(Gathering):
             for factor in factors
         ]
         width = sum(factor.matrix.shape[1] for factor in factors)
-        if not self._transposed and not backend.fills_the_gpu(count, width):
+        if not self._transposed and not backend.worth_cutting(count, width):
             full = self._gathered()
             for factor, out in zip(factors, outs, strict=True):
                 multiply(full, factor.matrix, factor.bias, out)
@@ -294,13 +274,10 @@ class _Gathering(Gathering):
             for factor, out in zip(factors, outs, strict=True):
                 multiply(source, factor.matrix, factor.bias, out.narrow(0, rank * count, count))
 
-        backend.fork(backend.ready, backend.second)
         block(backend.rank, rows)
-        for part in range(1, backend.size):
-            with backend.part(part):
-                peer = self._receive()
-                block(peer, self._blocks[peer])
-        backend.join(backend.joined, backend.second)
+        while self._steps:
+            peer = self._receive()
+            block(peer, self._blocks[peer])
         return outs
 
     def full(self) -> torch.Tensor:
@@ -317,12 +294,12 @@ class _Gathering(Gathering):
         """The slot is free for the peers; operands and copy streams are free for whatever comes next."""
         self._receive_all()
         self._join_local_copies()
-        self._backend.release(self._slot, 1)
+        self._backend.release(self._slot)
 
     def _gathered(self) -> torch.Tensor:
         self._receive_all()
         if not self._whole:
-            self._backend.fork(self._backend.started, self._backend.local_copies)
+            self._backend.fork(self._backend.started, self._backend.side)
             self._copy_own_rows()
             self._whole = True
         self._join_local_copies()
@@ -335,15 +312,15 @@ class _Gathering(Gathering):
     def _receive(self) -> int:
         """The next peer, whose rows are there in the order of the current stream."""
         backend, step = self._backend, self._steps.pop(0)
-        peer = backend.receive(self._slot, step, 0)
+        peer = backend.receive(self._slot, step)
         if self._with_columns:
-            backend.fork(backend.arrived[step - 1][0], backend.local_copies)
+            backend.fork(backend.arrived[step - 1], backend.side)
             self._copy_columns(peer, self._blocks[peer].data_ptr())
         return peer
 
     def _copy_own_rows(self) -> None:
         backend, own = self._backend, self._blocks[self._backend.rank]
-        backend.driver.copy(own.data_ptr(), self._rows.data_ptr(), self._rows.nbytes, backend.local_copies)
+        backend.driver.copy(own.data_ptr(), self._rows.data_ptr(), self._rows.nbytes, backend.side)
         self._locally = True
 
     def _copy_columns(self, rank: int, source: int) -> None:
@@ -351,11 +328,11 @@ class _Gathering(Gathering):
         backend, (rows, k) = self._backend, self._rows.shape
         width, pitch = self._columns[0].nbytes, k * self._rows.element_size()
         target = self._columns.data_ptr() + rank * rows * width
-        backend.driver.copy_rows(target, width, source + backend.rank * width, pitch, width, rows, backend.local_copies)
+        backend.driver.copy_rows(target, width, source + backend.rank * width, pitch, width, rows, backend.side)
 
     def _join_local_copies(self) -> None:
         if self._locally:
-            self._backend.join(self._backend.local, self._backend.local_copies)
+            self._backend.join(self._backend.local, self._backend.side)
             self._locally = False
 
 
@@ -373,67 +350,28 @@ class _Scattering:
         self._slot = slot
         self._products = products
         self._out = out
-        self._blocks = slot.blocks((backend.size, *out.shape), out.dtype)
-        # Of two ranks, chunks are products of their own: the peer's first half arrives while this rank computes its
-        # second, and is added in the accumulator of this rank's own first half.
-        self._halves = backend.size == 2 and backend.fills_the_gpu(-(-out.shape[0] // 2), out.shape[1])
-        self._spans = chunk_rows(out.shape[0], CHUNKS if self._halves else 1)
 
     def run(self) -> None:
         """Computes, sends, receives and adds; `out` is complete in the order of the current stream."""
-        backend = self._backend
+        backend, slot, out = self._backend, self._slot, self._out
+        blocks = slot.blocks((backend.size, *out.shape), out.dtype)
         # kept until the copies have joined: nothing else may get this memory before
-        sent = self._out.new_empty(backend.size - 1, *self._out.shape)
-        backend.fork(backend.ready, backend.second)
-        part = 0
+        sent = out.new_empty(backend.size - 1, *out.shape)
         for step in range(1, backend.size):
-            peer, product = (backend.rank + step) % backend.size, sent[step - 1]
-            for chunk, span in enumerate(self._spans):
-                with backend.part(part):
-                    self._multiply(peer, span, product)
-                    backend.fork(backend.computed[step - 1][chunk], backend.lane)
-                backend.send(self._slot, step, chunk, product, span)
-                part += 1
-        if self._halves:
-            self._own_rows_on_top(part)
-        else:
-            self._own_rows_and_sum(part)
-        backend.release(self._slot, len(self._spans))
-
-    def _multiply(self, rank: int, span: tuple[int, int], into: torch.Tensor) -> None:
-        """The product of some of a rank's rows, into the same rows of `into`."""
-        sum_of_products(self._operands(rank, span), out=into[slice(*span)])
-
-    def _operands(self, rank: int, span: tuple[int, int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        first, count = rank * self._out.shape[0] + span[0], span[1] - span[0]
-        return [(a.narrow(0, first, count), b) for a, b in self._products]
-
-    def _own_rows_on_top(self, part: int) -> None:
-        """Two ranks: `out = peer's product + own rows' product`, chunk by chunk, inside the accumulator."""
-        backend = self._backend
-        for chunk, span in enumerate(self._spans):
-            with backend.part(part + chunk):
-                peer = backend.receive(self._slot, 1, chunk)
-                out, total = self._out[slice(*span)], self._blocks[peer, slice(*span)]
-                for a, b in self._operands(backend.rank, span):
-                    add_product(total, a, b, out)
-                    total = out
-        backend.join(backend.joined, backend.second)
-
-    def _own_rows_and_sum(self, part: int) -> None:
-        """`out = sum over ranks of their products`, in rank order."""
-        backend = self._backend
-        with backend.part(part):
-            self._multiply(backend.rank, (0, self._out.shape[0]), self._blocks[backend.rank])
-        backend.join(backend.joined, backend.second)
+            product = sent[step - 1]
+            self._multiply((backend.rank + step) % backend.size, product)
+            backend.fork(backend.computed[step - 1], backend.lane)
+            backend.send(slot, step, product)
+        self._multiply(backend.rank, blocks[backend.rank])
         for step in range(1, backend.size):
-            backend.receive(self._slot, step, 0)
-        add_blocks(self._blocks, self._out)
+            backend.receive(slot, step)
+        add_blocks(blocks, out)
+        backend.release(slot)
 
-
-def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """`out = total + a @ b`, rounded once."""
-    torch.addmm(total, a, b, out=out)
+    def _multiply(self, rank: int, into: torch.Tensor) -> None:
+        """The product of a rank's rows."""
+        count = self._out.shape[0]
+        sum_of_products([(a.narrow(0, rank * count, count), b) for a, b in self._products], out=into)
 
 
 def add_blocks(blocks: torch.Tensor, out: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 A slot holds one block of rows per rank: gathered rows, or the products that peers sent for this rank's rows. While one
 slot is read, peers may already fill the other. Flags are those of [Note: signals that replay]: a sender fills its block
 in a peer's slot only after that peer has released it, so nothing is ever overwritten before it was read, and a graph's
-replays need no counters. A block may come in chunks; each chunk has flags of its own.
+replays need no counters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from gtp.ops.peer import WORD, Arena, Driver, Handshake, aligned
 
 SLOTS = 2
-CHUNKS = 2
 _MOST_VIEWS = 256
 
 ArenaFactory = Callable[[int, dist.ProcessGroup], Arena]
@@ -37,18 +36,18 @@ class Slot:
     Attributes:
         local: This rank's memory, uint8 `[capacity]`.
         pointers: Per rank, the address of this slot in its memory as mapped here.
-        reclaim: Per chunk and peer, a batch that waits until the peer has released this rank's block over there.
-        post: Per chunk and peer, a batch that tells the peer that its block from this rank is there.
-        arrived: Per chunk and peer, a batch that waits for this chunk of the peer's block.
-        release: Per number of chunks in use, a batch that tells all peers that their blocks were read.
+        reclaim: Per peer, a batch that waits until the peer has released this rank's block over there.
+        post: Per peer, a batch that tells the peer that its block from this rank is there.
+        arrived: Per peer, a batch that waits for its block.
+        release: A batch that tells all peers that their blocks were read.
     """
 
     local: torch.Tensor
     pointers: tuple[int, ...]
-    reclaim: tuple[dict[int, Any], ...]
-    post: tuple[dict[int, Any], ...]
-    arrived: tuple[dict[int, Any], ...]
-    release: dict[int, Any]
+    reclaim: dict[int, Any]
+    post: dict[int, Any]
+    arrived: dict[int, Any]
+    release: Any
     _views: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def blocks(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -88,11 +87,11 @@ class Workspace:
         self.captured = False  # whether some CUDA graph has its addresses
         self._turn = 0
         words = Handshake.words_needed(self.size)
-        flags = aligned(SLOTS * CHUNKS * words * WORD)
+        flags = aligned(SLOTS * words * WORD)
         self.arena = make_arena(flags + SLOTS * self.capacity, process_group)
-        self._flags = self.arena.local[: SLOTS * CHUNKS * words * WORD].view(torch.int32)
+        self._flags = self.arena.local[: SLOTS * words * WORD].view(torch.int32)
         # every block is free: the `empty` words, which follow the `full` ones, start at 1
-        self._flags.view(SLOTS * CHUNKS, 2, self.size)[:, 1].fill_(1)
+        self._flags.view(SLOTS, 2, self.size)[:, 1].fill_(1)
         self._watch = watch
         self._slots = tuple(self._slot(driver, index, flags + index * self.capacity) for index in range(SLOTS))
 
@@ -112,26 +111,17 @@ class Workspace:
 
     def _slot(self, driver: Driver, index: int, offset: int) -> Slot:
         words = Handshake.words_needed(self.size) * WORD
-        hands = [
-            Handshake(
-                driver,
-                self.rank,
-                [p + (index * CHUNKS + chunk) * words for p in self.arena.pointers],
-                None if self._watch is None else self._mark,
-            )
-            for chunk in range(CHUNKS)
-        ]
-        peers = hands[0].peers
-
-        in_use = [tuple(range(count)) for count in range(1, CHUNKS + 1)]
+        hands = Handshake(
+            driver,
+            self.rank,
+            [p + index * words for p in self.arena.pointers],
+            None if self._watch is None else self._mark,
+        )
         return Slot(
             local=self.arena.local[offset : offset + self.capacity],
             pointers=tuple(p + offset for p in self.arena.pointers),
-            reclaim=tuple({p: driver.batch(h.reclaim_ops([p])) for p in peers} for h in hands),
-            post=tuple({p: driver.batch(h.post_ops([p])) for p in peers} for h in hands),
-            arrived=tuple({p: driver.batch(h.await_ops([p])) for p in peers} for h in hands),
-            release={
-                len(chunks): driver.batch([op for c in chunks for op in hands[c].release_ops(peers)])
-                for chunks in in_use
-            },
+            reclaim={p: driver.batch(hands.reclaim_ops([p])) for p in hands.peers},
+            post={p: driver.batch(hands.post_ops([p])) for p in hands.peers},
+            arrived={p: driver.batch(hands.await_ops([p])) for p in hands.peers},
+            release=driver.batch(hands.release_ops(hands.peers)),
         )

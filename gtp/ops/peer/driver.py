@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -69,10 +68,6 @@ class Driver(Protocol):
 
     def copy_rows(self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, stream: int) -> None:
         """Copies `rows` pieces of `width` bytes, which begin a pitch apart, by a copy engine."""
-        ...
-
-    def on(self, stream: int) -> AbstractContextManager[object]:
-        """Inside, torch's work of this thread goes to a stream of this driver."""
         ...
 
     def batch(self, ops: Sequence[SignalOp]) -> Any:
@@ -152,7 +147,7 @@ class CudaDriver:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._streams: dict[int, torch.cuda.Stream] = {}
+        self._streams: list[torch.cuda.Stream] = []
         self._events: list[torch.cuda.Event] = []
         try:
             library = ctypes.CDLL("libcuda.so.1")
@@ -170,17 +165,15 @@ class CudaDriver:
         self._capture_info = _function(library, "cuStreamGetCaptureInfo_v2", *[pointer] * 6)
 
     def new_stream(self, *, urgent: bool = True) -> int:
-        stream = torch.cuda.Stream(self.device, priority=-1 if urgent else 0)
-        handle = int(stream.cuda_stream)
-        self._streams[handle] = stream
-        return handle
+        self._streams.append(torch.cuda.Stream(self.device, priority=-1 if urgent else 0))
+        return int(self._streams[-1].cuda_stream)
 
     def new_event(self) -> int:
         event = torch.cuda.Event()
         # torch makes the event when it is first recorded; a stream of our own, since the current one may be captured
         if not self._streams:
             self.new_stream()
-        event.record(next(iter(self._streams.values())))
+        event.record(self._streams[0])
         self._events.append(event)
         return int(event.cuda_event)
 
@@ -218,9 +211,6 @@ class CudaDriver:
         if status := self._copy_2d(ctypes.byref(request), stream):
             self._fail("cuMemcpy2DAsync", status)
 
-    def on(self, stream: int) -> _On:
-        return _On(self._streams[stream], self._index)
-
     def batch(self, ops: Sequence[SignalOp]) -> _Batch:
         return signal_batch(ops)
 
@@ -233,28 +223,6 @@ class CudaDriver:
         self._library.cuGetErrorString(status, ctypes.byref(text))
         message = text.value.decode() if text.value else "unknown error"
         raise GTPStateError(f"{call} failed with CUDA driver error {status}: {message}")
-
-
-class _On:
-    """What `torch.cuda.stream` does, for a stream of the current device: a tenth of its host time."""
-
-    __slots__ = ("_before", "_index", "_stream")
-
-    def __init__(self, stream: torch.cuda.Stream, index: int) -> None:
-        self._stream = stream
-        self._index = index
-
-    def __enter__(self) -> None:
-        self._before = torch._C._cuda_getCurrentStream(self._index)
-        stream = self._stream
-        _set_stream(stream.stream_id, stream.device_index, stream.device_type)
-
-    def __exit__(self, *_: object) -> None:
-        _set_stream(*self._before)
-
-
-def _set_stream(stream_id: int, device_index: int, device_type: int) -> None:
-    torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
 def _function(library: ctypes.CDLL, name: str, *arguments: Any) -> Any:
