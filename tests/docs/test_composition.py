@@ -1,18 +1,36 @@
 # ruff: noqa: E501  a page has long lines
-"""docs/composition.md is what the tests hold: its Megatron tables are made from the cases of test_parity.py.
+"""docs/composition.md shows what the tests measure: its Megatron tables are the cells of test_parity.py.
 
-`python -m tests.docs.test_composition` rewrites the page.
+`python -m tests.docs.test_composition` runs every cell, checks it as the tests do, and rewrites the page.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import re
+import time
 from pathlib import Path
 
-from tests.megatron.test_parity import FOUR, NORM, TWO
-from tests.megatron.training import Case
+from gtp.testing.ranks import RankPools
+from tests.megatron.test_parity import (
+    CELLS,
+    COLUMNS,
+    EXPERT_CELLS,
+    EXPERT_COLUMNS,
+    EXPERT_ROWS,
+    NORM,
+    ORDER,
+    ROWS,
+    Cell,
+    Column,
+    Row,
+    measured,
+    norm_bound,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
+
+type Values = dict[tuple[str, str], tuple[str, str]]
+"""By row and column: the largest difference of a loss and of a gradient norm, as printed."""
 
 HEAD = """# What composes with what
 
@@ -20,10 +38,14 @@ Every line is a test; what is not here has none, and what cannot work is refused
 
 ## Megatron-Core with the flag on, under gtp, against Megatron-Core without it
 
-Five steps of a small GPT on CPU ranks (gloo), same seed and data: the largest difference of a loss that the test allows.
-0 means equal bit for bit: additions happen in the same order. Elsewhere sums over ranks, microbatches or uses are added in
-another order, and the bound is {order:.0e} on losses around 4.5, where one unit in the last place is 4.8e-07. Gradient norms
-agree within {norm:.0e} relative. Made from `tests/megatron/test_parity.py` by `tests/docs/test_composition.py`.
+Five steps of a small model on CPU ranks (gloo), same seed and data. A cell holds the largest difference measured over the
+steps: of a loss, absolute, and after the stroke of the gradient norm, relative. **0** is equal bit for bit because nothing is
+added in another order, and the tests allow nothing else. Elsewhere sums over ranks, microbatches or uses are added in another
+order: losses, around 4.5, may then differ by {order:.0e} (one unit in the last place is 4.8e-07), norms by {norms:.0e}
+(by {norm:.0e} where losses are equal: their squares are added in another order). A dot: not tested. Written by
+`python -m tests.docs.test_composition` from the cells of `tests/megatron/test_parity.py`.
+
+TP tensor, SP sequence, CP context, PP pipeline (1F1B), EP expert parallel, DP replicas, EGTP the experts' own GTP axis.
 """
 
 REST = """
@@ -44,31 +66,81 @@ REST = """
 
 Double backward; indexing, arithmetic and other functions that need the full weight; `deepcopy`, pickling; `load_state_dict`
 with `assign=True`; `register_hook` on a sharded weight; sharding twice; DTensor and FSDP parameters; under Megatron's flag:
-FP8, CUDA graphs, `average_in_collective`, several distributed-optimizer instances, shards that tensor parallelism does not
-divide (`tests/megatron/test_refusals.py`).
+FP8, CUDA graphs, delayed wgrads, optimizers that look at a matrix (SOAP and others; Muon works), counting zeros where there is
+padding, `average_in_collective`, several distributed-optimizer instances, shards that tensor parallelism does not divide
+(`tests/megatron/test_refusals.py`).
 """
 
 
-def table(title: str, cases: dict[str, tuple[Case, float]]) -> str:
-    """One row per case: what differs from a plain two-layer GPT, and the bound."""
-    lines = [f"\n### {title}\n", "| case | settings | losses differ by at most |", "|---|---|---|"]
-    for name, (case, bound) in cases.items():
-        settings = ", ".join(
-            f"{field.name}={getattr(case, field.name)}"
-            for field in dataclasses.fields(case)
-            if getattr(case, field.name) != getattr(Case(), field.name)
-        )
-        lines.append(f"| {name} | {settings} | {bound:.0e} |" if bound else f"| {name} | {settings} | 0 |")
-    return "\n".join(lines) + "\n"
+def table(rows: dict[str, Row], columns: dict[str, Column], cells: dict[tuple[str, str], Cell], values: Values) -> str:
+    """One line per feature, one column per layout."""
+    lines = ["| |" + "|".join(columns) + "|", "|---" * (len(columns) + 1) + "|"]
+    for name in rows:
+        shown = [_shown(cells.get((name, column)), values.get((name, column))) for column in columns]
+        lines.append(f"| {name} |" + "|".join(shown) + "|")
+    return "\n" + "\n".join(lines) + "\n"
 
 
-def page() -> str:
-    return HEAD.format(order=2e-6, norm=NORM) + table("2 ranks", TWO) + table("4 ranks", FOUR) + REST
+def _shown(cell: Cell | None, value: tuple[str, str] | None) -> str:
+    if cell is None or value is None:
+        return "·"
+    loss, norm = value
+    return f"{loss if cell.bound else f'**{loss}**'} / {norm}"
 
 
-def test_the_page_is_what_the_tests_hold():
-    assert PAGE.read_text() == page(), "run python -m tests.docs.test_composition"
+def page(values: Values) -> str:
+    return (
+        HEAD.format(order=ORDER, norm=NORM, norms=2 * ORDER)
+        + table(ROWS, COLUMNS, CELLS, values)
+        + table(EXPERT_ROWS, EXPERT_COLUMNS, EXPERT_CELLS, values)
+        + REST
+    )
+
+
+def values_on(text: str) -> Values:
+    """What a page says was measured."""
+    found: Values = {}
+    columns: list[str] = []
+    for line in text.splitlines():
+        parts = [part.strip() for part in line.strip("|").split("|")]
+        if line.startswith("| |"):
+            columns = parts[1:]
+        for column, part in zip(columns, parts[1:], strict=False):
+            if value := re.fullmatch(r"\**([\d.e+-]+)\** / ([\d.e+-]+)", part):
+                found[parts[0], column] = (value[1], value[2])
+    return found
+
+
+def test_the_page_shows_every_cell_within_what_the_tests_allow():
+    text = PAGE.read_text()
+    values = values_on(text)
+    cells = CELLS | EXPERT_CELLS
+    assert values.keys() == cells.keys(), "run python -m tests.docs.test_composition"
+    for key, cell in cells.items():
+        loss, norm = map(float, values[key])
+        assert loss <= cell.bound, key
+        assert norm <= norm_bound(cell), key
+    # and nothing else on the page was written by hand
+    assert text == page(values), "run python -m tests.docs.test_composition"
+
+
+def measure_all() -> Values:
+    """Runs every cell. Minutes."""
+    pools, values = RankPools(), {}
+    start = time.monotonic()
+    try:
+        for key, cell in sorted((CELLS | EXPERT_CELLS).items(), key=lambda item: item[1].ranks):
+            loss, norm = measured(pools(cell.ranks).run, cell)
+            values[key] = (_number(loss), _number(norm))
+            print(f"{time.monotonic() - start:5.0f} s  {key}: {values[key]}", flush=True)
+    finally:
+        pools.close()
+    return values
+
+
+def _number(value: float) -> str:
+    return f"{value:.1e}" if value else "0"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    PAGE.write_text(page(measure_all()))
