@@ -21,7 +21,7 @@ part() { # name, seconds, command...
     timeout --kill-after=10 "$seconds" "$@" || failed+=("$name")
 }
 
-for name in ${*:-tests step moe overlap collective_gemm megatron_gpt soak}; do
+for name in ${*:-tests step moe overlap collective_gemm megatron_gpt megatron_curves soak}; do
     case $name in
     tests) part tests 400 "$python" -m pytest -m gpu -q -p no:cacheprovider tests ;;
     step) part step 400 "$python" -m benchmarks.step --cases llama --out "$out/step.json" ;;
@@ -29,6 +29,7 @@ for name in ${*:-tests step moe overlap collective_gemm megatron_gpt soak}; do
     overlap) part overlap 150 "$python" -m benchmarks.overlap --out "$out/overlap.json" ;;
     collective_gemm) part collective_gemm 300 "$python" -m benchmarks.collective_gemm --out "$out/collective_gemm.json" ;;
     megatron_gpt) part megatron_gpt 400 "$python" -m benchmarks.megatron_gpt --out "$out/megatron_gpt.json" ;;
+    megatron_curves) part megatron_curves 200 "$python" -m benchmarks.megatron_gpt --steps 200 --out "$out/megatron_curves.json" ;;
     soak) part soak 300 "$python" -m benchmarks.soak --out "$out/soak.json" ;;
     *) echo "no part named $name"; failed+=("$name") ;;
     esac

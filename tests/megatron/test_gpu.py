@@ -147,13 +147,22 @@ def test_parameters_still_on_their_way_over_replicas_are_waited_for(ranks: Any):
         assert close(plain, sharded, FP32)
 
 
-TE = Case(**BF16_RUN, te=True, hidden=256)
+ATTENTION = {"self_attention.linear_proj.weight", "self_attention.linear_qkv.weight"}
+TE = {
+    "dense": (
+        Case(**BF16_RUN, te=True, hidden=256),
+        ATTENTION | {"mlp.linear_fc1.weight", "mlp.linear_fc2.weight"},
+    ),
+    "grouped experts": (
+        Case(**BF16_RUN, te=True, hidden=256, experts=2, egtp=2),
+        ATTENTION | {f"mlp.experts.linear_fc{layer}.weight{expert}" for layer in (1, 2) for expert in (0, 1)},
+    ),
+}
 
 
-def transformer_engine(transport: str) -> tuple[list[float], list[float], list[str]]:
+def transformer_engine(case: Case) -> tuple[list[float], list[float], list[str]]:
     """Its layers draw shard by shard, so the sharded model starts from the unsharded one's values."""
     take_gpu()
-    case = with_transport(TE, transport)
     with environment(case.unsharded()):
         config = model_config(case.unsharded())
         (model,) = bare_models(case.unsharded(), config)
@@ -171,11 +180,10 @@ def transformer_engine(transport: str) -> tuple[list[float], list[float], list[s
 
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine")
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_transformer_engines_layers_follow_the_unsharded_model(ranks: Any, transport: str):
-    for plain, sharded, names in pool(ranks).run(transformer_engine, transport, timeout=80):
-        assert {name for name in names if name.startswith("decoder.layers.0")} == {
-            f"decoder.layers.0.{name}.weight"
-            for name in ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
-        }
+@pytest.mark.parametrize("model", TE)
+def test_transformer_engines_layers_follow_the_unsharded_model(ranks: Any, model: str, transport: str):
+    case, sharded_names = TE[model]
+    for plain, sharded, names in pool(ranks).run(transformer_engine, with_transport(case, transport), timeout=80):
+        assert {n.removeprefix("decoder.layers.0.") for n in names if "layers.0" in n} == sharded_names
         assert plain[-1] < plain[0] - 0.5
         assert close(plain, sharded, BF16)

@@ -56,7 +56,7 @@ class Case:
     hybrid: str | None = None  # layers of a HybridModel: M Mamba, * attention, - MLP
     bf16: bool = False
     cpu_init: bool = True
-    te: bool = False  # Transformer Engine's layers; on GPUs
+    te: bool = False  # Transformer Engine's layers, its grouped GEMM for experts; on GPUs
     # training
     optimizer: str = "adam"
     layer_wise: bool = False
@@ -287,6 +287,7 @@ def model_config(case: Case) -> Any:
             "moe_router_topk": 2,
             "moe_token_dispatcher_type": "alltoall",
             "moe_router_load_balancing_type": "none",
+            "moe_grouped_gemm": case.te,
         }
         if case.shared_expert:
             options["moe_shared_expert_intermediate_size"] = 24
@@ -361,7 +362,9 @@ def bare_models(case: Case, config: Any) -> list[Any]:
         qk_layernorm=case.mla,
     )
     if case.te:
-        spec = get_gpt_layer_with_transformer_engine_spec(num_experts=case.experts or None)
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=case.experts or None, moe_grouped_gemm=bool(case.experts)
+        )
     if case.mla or case.cp > 1:
         spec.submodules.self_attention.submodules.core_attention = PlainAttention
     if case.sequence_parallel:
