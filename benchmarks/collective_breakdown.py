@@ -99,6 +99,7 @@ def run(device: torch.device, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = common.parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=lambda s: [int(t) for t in s.split(",")], default=[2048, 8192])
+    parser.add_argument("--degrees", type=lambda s: [int(t) for t in s.split(",")], default=[2])
     parser.add_argument("--rounds", type=int, default=9)
     common.launch(run, parser.parse_args())
 

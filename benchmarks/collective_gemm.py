@@ -41,7 +41,6 @@ class Case:
 
 # hidden, feed-forward, and query-key-value features of the whole model
 MODELS = {"8B": (4096, 14336, 6144), "70B": (8192, 28672, 10240)}
-DEGREES = (2, 4, 8)
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
@@ -49,7 +48,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     yield Case("4096 x 4096 x 7168, all-gather", True, 4096, 7168, 4096)
     yield Case("4096 x 4096 x 7168, reduce-scatter", False, 4096, 7168, 4096)
     for model, (hidden, ffn, qkv) in MODELS.items():
-        for degree in DEGREES:
+        for degree in args.degrees:
             for m in args.tokens:
                 where = f"{model} tp{degree} {m} tokens"
                 yield Case(f"{where}, qkv", True, m, hidden, qkv // degree)
@@ -61,6 +60,9 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 def tiny_cases() -> Iterator[Case]:
     yield Case("tiny, all-gather", True, 64, 32, 48)
     yield Case("tiny, reduce-scatter", False, 64, 32, 48)
+
+
+GRAPHED = 4  # operations in one graph, so that what a launch of the graph costs is shared by some
 
 
 @contextmanager
@@ -180,7 +182,7 @@ def run(device: torch.device, args: argparse.Namespace) -> None:
     """On every rank."""
     backends = backends_of(device)
     rows: list[dict[str, Any]] = []
-    rounds, iterations = (5, 3) if args.quick else (12, 8)
+    rounds, iterations = (5, GRAPHED) if args.quick else (9, 2 * GRAPHED)
     for case in tiny_cases() if args.tiny else cases(args):
         if not common.wanted(case.name, args.cases):
             continue
@@ -191,12 +193,16 @@ def run(device: torch.device, args: argparse.Namespace) -> None:
             "forward and backward": variants(operands.both, backends, args.explore),
         }
         if device.type == "cuda" and dist.get_backend() == "nccl":
-            with torch.no_grad():
-                steps = variants(operands.forward, backends, args.explore)
-                modes["forward, graph"] = {name: graph_of(step, device) for name, step in steps.items()}
+            for mode, steps in list(modes.items()):
+                modes[f"{mode}, graph"] = {name: graph_of(step, device, GRAPHED) for name, step in steps.items()}
         for mode, steps in modes.items():
-            timings = common.interleave(steps, device, rounds=rounds, iterations=iterations)
-            extra = {name: {"peak_bytes": common.peak_memory(step, device)} for name, step in steps.items()}
+            count = GRAPHED if "graph" in mode else 1
+            timings = common.interleave(steps, device, rounds=rounds, iterations=iterations // count)
+            for timing in timings.values():
+                timing.ms = [ms / count for ms in timing.ms]
+                timing.host_ms = [ms / count for ms in timing.host_ms]
+            eager = {} if "graph" in mode else steps
+            extra = {name: {"peak_bytes": common.peak_memory(step, device)} for name, step in eager.items()}
             new = common.rows_of(case.name, mode, timings, reference="gemm", extra=extra)
             unfused = next(row["ms"] for row in new if row["impl"] == "unfused")
             for row in new:
@@ -205,9 +211,7 @@ def run(device: torch.device, args: argparse.Namespace) -> None:
                 row["speedup_over_unfused"] = round(unfused / row["ms"], 4)
             rows += new
             common.say(f"{case.name}: {mode}")
-            common.say(
-                common.table(new, ["impl", "ms", "ms_min", "host_ms", "ratio", "speedup_over_unfused", "tflops"])
-            )
+            common.say(common.table(new, ["impl", "ms", "ms_min", "ms_max", "host_ms", "ratio", "tflops"]))
         del operands, modes
     summary(rows)
     common.write("collective_gemm", device, rows, args)
@@ -237,6 +241,7 @@ def summary(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = common.parser(__doc__ or "")
     parser.add_argument("--tokens", type=lambda s: [int(t) for t in s.split(",")], default=[2048, 8192])
+    parser.add_argument("--degrees", type=lambda s: [int(t) for t in s.split(",")], default=[2])
     parser.add_argument("--explore", action="store_true", help="time other settings of the copy engine too")
     common.launch(run, parser.parse_args())
 
