@@ -87,7 +87,7 @@ def install(config: GTPConfig | None = None, *, tp_gemm_backend: BackendName | N
         module = sys.modules.get(bound.module)
         if module is not None:
             replaced += [_replace(module, name, names[name]) for name in bound.names]
-    wrappers = {**checkpoint.WRAPPERS, **refusals.WRAPPERS}
+    wrappers = {**checkpoint.WRAPPERS, **refusals.WRAPPERS, **whole_matrix.WRAPPERS}
     for entry in WRAPPED:
         defined_in = importlib.import_module(entry.module)
         wrapped = wrappers[entry.name](getattr(defined_in, entry.name))

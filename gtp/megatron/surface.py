@@ -153,6 +153,7 @@ WRAPPED: Final = (
     ),
     Wrapped("_create_emerging_optimizer", "megatron.core.optimizer.emerging_optimizers", ("megatron.core.optimizer",)),
     Wrapped("_get_megatron_optimizer_based_on_param_groups", "megatron.core.optimizer", ()),
+    Wrapped("_get_megatron_emerging_optimizer", "megatron.core.optimizer", ()),
 )
 
 WRAPPED_METHODS: Final = (

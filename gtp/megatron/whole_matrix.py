@@ -2,7 +2,8 @@
 
 Megatron gathers the shards' momentum itself, but padded, and splits a fused QKV by the rows of the shard where they
 happen to divide. Here the gathered matrix has its logical rows, so padding changes neither the update nor its scale,
-and QKV is split as in the unsharded model.
+and QKV is split as in the unsharded model. Norms of expert gradients are added over the experts' GTP axis too, as they
+are with Megatron's other optimizers.
 """
 
 from __future__ import annotations
@@ -49,6 +50,26 @@ def _remember_weights(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
+def _norms_of_experts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Before `_get_megatron_emerging_optimizer`, which adds experts' norms over ranks without their GTP axis."""
+
+    @functools.wraps(original)
+    def make(
+        config: Any, model_chunks: Any, config_overrides: Any = None, pg_collection: Any = None, **options: Any
+    ) -> Any:
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        made = original(config, model_chunks, config_overrides, pg_collection, **options)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp_ep_pp_with_egtp_remat"])
+        for optimizer in getattr(made, "chained_optimizers", ()):
+            of_experts = any(group.get("is_expert_parallel") for group in optimizer.param_groups)
+            if of_experts and hasattr(optimizer, "grad_stats_parallel_group"):
+                optimizer.grad_stats_parallel_group = groups.tp_ep_pp_with_egtp_remat
+        return made
+
+    return make
+
+
 def _weight_of(p: torch.Tensor) -> MegatronGTPWeight | None:
     if isinstance(p, MegatronGTPWeight):
         return p
@@ -71,6 +92,11 @@ class _Whole:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._p, name)
 
+
+WRAPPERS: Final[Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = MappingProxyType(
+    {"_get_megatron_emerging_optimizer": _norms_of_experts}
+)
+"""Name of a function of Megatron to what makes its replacement from it."""
 
 METHOD_WRAPPERS: Final[Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = MappingProxyType(
     {

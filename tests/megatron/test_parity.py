@@ -120,6 +120,9 @@ EXPERT_ROWS = {
     "experts and a shared one": Row({"experts": 4, "shared_expert": True}, ("GTP2 EGTP2", "EP2 EGTP2 GTP2")),
     "experts, per-token loss": Row({"experts": 4, "per_token": True}, ("GTP2 EGTP2", "EP2 EGTP2")),
     "experts, recompute, full": Row({"experts": 4, "recompute": "full"}, ("GTP2 EGTP2", "EP2 EGTP2 GTP2")),
+    "experts, Muon": Row(
+        {"experts": 4, "optimizer": "muon", "alignment": 7}, ("GTP2 EGTP2", "EP2 EGTP2", "EP2 EGTP2 GTP2")
+    ),
     "experts, DistributedOptimizer, both overlaps": Row({"experts": 4, **_OVERLAPS}, ("EP2 GTP2", "EP2 EGTP2")),
 }
 
