@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from gtp.errors import GTPValueError
-from gtp.weights.gradient import global_power_sums, root
+from gtp.errors import GTPStateError, GTPValueError
+from gtp.weights.norms import global_norms, norm_of
 from gtp.weights.parameter import GTPWeight
 
 _plain = torch._C.DisableTorchFunctionSubclass
@@ -18,7 +18,8 @@ def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: floa
     """The norm of all gradients as one vector, over the whole model. Collective: one all-reduce per GTP group.
 
     Sharded gradients count with all ranks' rows and without padding; each replicated one once. `main_grad` is used
-    where a weight has one.
+    where a weight has one. Infinite and NaN gradients give an infinite and a NaN norm; no other values do, however
+    large the power, unless the norm itself is beyond fp32.
 
     Args:
         parameters: Parameters, sharded or not; those without gradient are skipped.
@@ -43,28 +44,42 @@ def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: floa
     if not sharded and not whole:
         return torch.zeros(())
     device = sharded[0][0].device if sharded else whole[0].device
-    sums = global_power_sums(sharded, order, device)
-    for grad in whole:
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(grad, order, dtype=wide).to(device)
-        sums.append(norm if order == float("inf") else norm**order)
-    stacked = torch.stack([s.to(torch.promote_types(s.dtype, torch.float32)) for s in sums])
-    return root(stacked.max() if order == float("inf") else stacked.sum(), order)
+    norms = global_norms(sharded, order, device) + [norm_of(grad, order).to(device) for grad in whole]
+    wide = [norm.to(torch.promote_types(norm.dtype, torch.float32)) for norm in norms]
+    return norm_of(torch.stack(wide), order)
 
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Scales gradients in place so that their norm over the whole model is at most `max_norm`. Collective.
 
-    As `torch.nn.utils.clip_grad_norm_`, which is right on sharded models too but makes one all-reduce per weight.
+    As `torch.nn.utils.clip_grad_norm_`, which is right on sharded models too but makes one collective per weight.
+
+    Args:
+        parameters: As for `grad_norm`.
+        max_norm: At most this norm is left.
+        norm_type: As for `grad_norm`.
+        error_if_nonfinite: Raise, on all ranks alike and before any gradient changes, where the norm is infinite or
+            NaN. Otherwise an infinite norm scales by zero and a NaN norm makes all gradients NaN, as in torch.
 
     Returns:
         The norm before clipping, see `grad_norm`.
+
+    Raises:
+        GTPStateError: `error_if_nonfinite`, and the norm is not finite.
     """
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     norm = grad_norm(listed, norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise GTPStateError(
+            f"the gradients' norm of order {norm_type} is {norm.item()}, so they cannot be clipped. Skip this step, "
+            "or pass error_if_nonfinite=False to scale all the same"
+        )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for parameter in listed:
         grad = local_grad(parameter)

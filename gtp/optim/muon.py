@@ -19,6 +19,7 @@ from gtp.errors import GTPValueError
 from gtp.optim.clip import local_grad
 from gtp.weights.layout import ShardLayout
 from gtp.weights.parameter import GTPWeight
+from gtp.weights.shard_tensor import LocalShard
 
 _SCALES = (None, "original", "match_rms_adamw")
 
@@ -129,7 +130,8 @@ class Muon(torch.optim.Optimizer):
         if "momentum_buffer" not in state:
             zeros = torch.zeros_like(grad)
             state["momentum_buffer"] = parameter.local_state(zeros) if isinstance(parameter, GTPWeight) else zeros
-        buffer = state["momentum_buffer"]
+        kept = state["momentum_buffer"]
+        buffer = kept.shard if isinstance(kept, LocalShard) else kept
         buffer.lerp_(grad, 1 - group["momentum"])
         update = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         return update.to(group["compute_dtype"])

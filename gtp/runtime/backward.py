@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import _engine_run_backward
 
 NO_TASK = -1
 """What `backward_task` answers outside a backward."""
@@ -36,9 +40,12 @@ class _EndOfTask:
 class BackwardTracker:
     """Follows the graph tasks in which gtp has work.
 
-    [Note: nested backwards] Reentrant activation checkpointing runs an inner backward inside a node of the outer one.
-    Its recomputed forward comes through gtp first, within the outer task, so the outer task is always known before the
-    inner one, and the end of a task is the end of the backward when no other known task is left.
+    [Note: nested backwards] Reentrant activation checkpointing runs an inner backward inside a node of the outer one,
+    and the end of a task is the end of the backward when no other known task is left. Where the recomputed forward
+    uses a weight, it comes through gtp within the outer task, which so is known before the inner one. Where it does
+    not (a norm, a frozen or skipped layer), an inner task may come first. The Python stack shows the outer node, in
+    which the outer task cannot be joined any more; it is joined in front of the node that runs next, and no end counts
+    before that.
 
     Args:
         on_end: Called once, inside the outermost `backward()`, after its last node.
@@ -55,6 +62,7 @@ class BackwardTracker:
         self._on_death = on_death
         self._on_failure = on_failure
         self._tasks: dict[int, weakref.ref[_EndOfTask]] = {}
+        self._expected: list[_Outer] = []  # tasks around known ones, which are not known yet
         self._current = NO_TASK  # the task seen last: ids are never used twice, so the same one is known and alive
 
     def enter(self, task: int) -> None:
@@ -68,17 +76,27 @@ class BackwardTracker:
             on_death = self._on_death
             self._tasks[task] = weakref.ref(ended, lambda _: on_death())
             Variable._execution_engine.queue_callback(ended)
+            if len(self._tasks) == 1 and (node := _node_around()) is not None:
+                self._expected.append(_Outer(node, self._join))
         self._current = task
 
     def outside(self) -> None:
         """To be called before work outside a backward: one that was entered and has not ended has raised."""
-        if self._tasks:
+        if self._tasks or self._expected:
             self._fail()
 
     def forget(self) -> None:
         """Drops all tasks."""
         self._tasks.clear()
+        for outer in self._expected:
+            outer.forget()
+        self._expected.clear()
         self._current = NO_TASK
+
+    def _join(self, outer: _Outer) -> None:
+        if outer in self._expected:
+            self._expected.remove(outer)
+            self.enter(backward_task())
 
     def _fail(self) -> None:
         self.forget()
@@ -87,6 +105,40 @@ class BackwardTracker:
     def _ended(self, task: int) -> None:
         self._tasks.pop(task, None)
         self._current = NO_TASK
-        if all(ref() is None for ref in self._tasks.values()):
+        if not self._expected and all(ref() is None for ref in self._tasks.values()):
             self._tasks.clear()
             self._on_end()
+
+
+class _Outer:
+    """A backward that is seen from inside of one of its nodes: calls `join(self)`, once, before its next node.
+
+    Everything that a checkpointed function got and that requires a gradient has a node that runs next.
+    """
+
+    def __init__(self, node: Any, join: Callable[[_Outer], None]) -> None:
+        reference = weakref.WeakMethod(join)
+
+        def before(grads: Any) -> None:
+            self.forget()
+            method = reference()
+            if method is not None:
+                method(self)
+
+        self._handles = [following.register_prehook(before) for following, _ in node.next_functions if following]
+
+    def forget(self) -> None:
+        """Joins no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _node_around() -> Any:
+    """The Python node of an outer backward in which the present one was called; None if it is the outermost."""
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code is not _engine_run_backward.__code__:
+        frame = frame.f_back
+    while frame is not None and frame.f_code is not BackwardCFunction.apply.__code__:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]

@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from gtp.runtime.held import GradientMark
+
 
 class ShardOwner(Protocol):
     """What the runtime asks of the parameter that holds a shard. `GTPWeight` is the one in this library."""
@@ -35,6 +37,14 @@ class ShardOwner(Protocol):
 
     def gradient_delivered(self, target: torch.Tensor) -> None:
         """The target is complete, in the order of the current stream. Once per backward."""
+        ...
+
+    def mark_held(self) -> GradientMark | None:
+        """A gradient of it is held unreduced: see [Note: zeroing what is not there]. None: zeroing is not noticed."""
+        ...
+
+    def was_zeroed_since(self, mark: GradientMark) -> bool:
+        """Whether the user has zeroed the gradient since then."""
         ...
 
     def run_gradient_hooks(self) -> None:

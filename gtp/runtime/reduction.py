@@ -13,6 +13,7 @@ from gtp.config import GTPConfig
 from gtp.errors import GTPStateError
 from gtp.runtime.buffers import Buffer, BufferPool, nbytes_of
 from gtp.runtime.group import Member, ShardOwner, WeightGroup
+from gtp.runtime.held import GradientMark
 from gtp.runtime.transport import Transport
 
 
@@ -52,6 +53,7 @@ class Reducer:
         self._in_flight_bytes = 0
         self._targets: dict[ShardOwner, torch.Tensor] = {}
         self._unreduced: dict[Member, _Wgrad] = {}
+        self._marks: dict[Member, GradientMark | None] = {}  # see [Note: zeroing what is not there]
         self.accumulate_only = False
         self.bytes_reduced = 0
 
@@ -77,8 +79,9 @@ class Reducer:
                 self._hold(group, member, contribution)
             return
         for position, member in enumerate(group.members):
-            held = self._unreduced.pop(member, None)
+            held = self._held(member)
             if held is not None:
+                del self._unreduced[member]
                 held.padded += padded[position].padded
                 self._pool.let_go(padded[position].buffer)
                 padded[position] = held
@@ -143,6 +146,7 @@ class Reducer:
         for wgrad in self._unreduced.values():
             self._pool.let_go(wgrad.buffer)
         self._unreduced.clear()
+        self._marks.clear()
 
     @property
     def held_bytes(self) -> int:
@@ -169,7 +173,7 @@ class Reducer:
         return own
 
     def _hold(self, group: WeightGroup, member: Member, wgrad: _Wgrad) -> None:
-        held = self._unreduced.get(member)
+        held = self._held(member)
         if held is not None:
             held.padded += wgrad.padded
         else:
@@ -177,10 +181,24 @@ class Reducer:
             held = self._lease(group, member, wide)
             held.padded.copy_(wgrad.padded)
             self._unreduced[member] = held
+            self._marks[member] = self._owner(member).mark_held()
         self._pool.let_go(wgrad.buffer)
+
+    def _held(self, member: Member) -> _Wgrad | None:
+        """What is held for a member, unless the user has zeroed its gradient since."""
+        held = self._unreduced.get(member)
+        if held is None:
+            return None
+        mark = self._marks.get(member)
+        if mark is not None and self._owner(member).was_zeroed_since(mark):
+            self._pool.let_go(self._unreduced.pop(member).buffer)
+            return None
+        return held
 
     def _flush_held(self) -> None:
         """Reduces what earlier backwards held and this one had nothing to add to."""
+        for member in list(self._unreduced):
+            self._held(member)
         if not self._unreduced:
             return
         for group in self._groups:

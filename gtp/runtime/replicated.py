@@ -6,7 +6,9 @@ earlier backwards left there. So the value in `.grad` is set aside while the new
 are reduced, in one flat fp32 message per group.
 
 Post-accumulate-grad hooks that users put on such a parameter run when its reduced gradient is in place, like those of
-sharded weights, and not when autograd finishes its local part.
+sharded weights, and not when autograd finishes its local part: each is wrapped where it is registered (`_Deferred`).
+Hooks of `Tensor.register_hook` get to see the gradient before it is accumulated, and may change it. A parameter that
+has any, and one whose gradient `torch.autograd.grad` returns, is reduced on the spot, in a message of its own.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gtp.errors import UnsupportedError
+from gtp.runtime.capture import current_capture
+from gtp.runtime.held import HeldGradient
 from gtp.runtime.transport import Transport
 
 
@@ -29,9 +34,9 @@ class _Replicated:
     parameter: weakref.ref[torch.nn.Parameter]
     process_groups: tuple[dist.ProcessGroup, ...]
     arrived: bool = False
+    reduced: bool = False  # what arrived was reduced on the spot
     aside: torch.Tensor | None = None  # what `.grad` held before this backward
-    held: torch.Tensor | None = None  # contributions that no_sync kept from being reduced
-    user_hooks: dict[int, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    held: HeldGradient | None = None  # contributions that no_sync kept from being reduced
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -40,6 +45,21 @@ class _Contribution:
     parameter: torch.nn.Parameter
     aside: torch.Tensor | None
     grad: torch.Tensor
+    reduced: bool
+
+
+class _Deferred:
+    """A user's post-accumulate-grad hook, in its place among the parameter's hooks. Autograd calls it too early."""
+
+    __slots__ = ("_owner", "hook")
+
+    def __init__(self, hook: Callable[..., Any], owner: weakref.ref[ReplicatedGradients]) -> None:
+        self.hook = hook
+        self._owner = owner
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        if self._owner() is None:  # the sharded model is gone, and the parameter is an ordinary one again
+            self.hook(parameter)
 
 
 class ReplicatedGradients:
@@ -78,28 +98,19 @@ class ReplicatedGradients:
         contributions = self._collect()
         if self.accumulate_only:
             for c in contributions:
-                c.entry.held = c.grad.to(torch.promote_types(c.grad.dtype, torch.float32), copy=True)
+                wide = c.grad.to(torch.promote_types(c.grad.dtype, torch.float32), copy=True)
+                c.entry.held = HeldGradient.beside(c.parameter, wide)
             return []
-        self._reduce(contributions)
+        self._reduce([c for c in contributions if not c.reduced])
         for c in contributions:
             c.parameter.grad = c.grad if c.aside is None else c.aside.add_(c.grad)
         return [c.parameter for c in contributions]
-
-    def restore_hooks(self) -> None:
-        """Puts the users' hooks back where they belong."""
-        for entry in self._entries:
-            if entry.user_hooks:
-                parameter = entry.parameter()
-                hooks = None if parameter is None else parameter._post_accumulate_grad_hooks
-                if hooks is not None:
-                    hooks.update(entry.user_hooks)
-                entry.user_hooks = {}
 
     def run_hooks(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Runs the users' post-accumulate-grad hooks."""
         for parameter in parameters:
             for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
-                hook(parameter)
+                (hook.hook if isinstance(hook, _Deferred) else hook)(parameter)
 
     def abandon(self) -> None:
         """After a backward that raised: `.grad` is what it was before."""
@@ -107,8 +118,7 @@ class ReplicatedGradients:
             parameter = entry.parameter()
             if entry.arrived and parameter is not None:
                 parameter.grad = entry.aside
-            entry.arrived, entry.aside = False, None
-        self.restore_hooks()
+            entry.arrived, entry.reduced, entry.aside = False, False, None
 
     def discard_held(self) -> None:
         """Drops gradients that `no_sync` accumulated and nobody reduced."""
@@ -119,22 +129,65 @@ class ReplicatedGradients:
         mine = weakref.ref(self)
         reference = entry.parameter
 
-        def before_accumulation(grad: torch.Tensor) -> None:
+        def before_accumulation(grad: torch.Tensor) -> torch.Tensor | None:
             owner, target = mine(), reference()
-            if owner is not None and target is not None:
-                owner._set_aside(entry, target)
+            return None if owner is None or target is None else owner._on_arrival(entry, target, grad)
 
+        hooks = parameter._backward_hooks
+        users = dict(hooks or {})
         parameter.register_hook(before_accumulation)
+        hooks = parameter._backward_hooks
+        assert hooks is not None
+        for number in users:  # theirs are to see what ours returns
+            del hooks[number]
+        hooks.update(users)
 
-    def _set_aside(self, entry: _Replicated, parameter: torch.nn.Parameter) -> None:
+    def _on_arrival(self, entry: _Replicated, parameter: torch.nn.Parameter, grad: torch.Tensor) -> torch.Tensor | None:
+        """A local gradient is about to be accumulated, or returned. The gradient to go on with; None: this one."""
+        if grad.layout is not torch.strided:
+            raise UnsupportedError(
+                f"{entry.name}: its gradient is sparse ({grad.layout}), and gradients of a sharded model are reduced "
+                "dense. Build the module with sparse=False"
+            )
+        if _is_returned(parameter):
+            return self._returned(entry, grad)
         self._on_gradient()
-        if not entry.arrived:
+        first = not entry.arrived
+        if first:
             entry.arrived = True
             entry.aside, parameter.grad = parameter.grad, None
-            hooks = parameter._post_accumulate_grad_hooks
-            if hooks:
-                entry.user_hooks = dict(hooks)
-                hooks.clear()
+            self._defer_hooks(parameter)
+        if self.accumulate_only or len(parameter._backward_hooks or ()) < 2:
+            return None
+        entry.reduced = True
+        if first and entry.held is not None:
+            held, entry.held = entry.held.unless_zeroed(entry.aside), None
+            grad = grad if held is None else held.add_(grad)
+        return self._reduced(entry, parameter, grad)
+
+    def _returned(self, entry: _Replicated, grad: torch.Tensor) -> torch.Tensor | None:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"{entry.name}: torch.autograd.grad with create_graph=True by a parameter of a sharded model is not "
+                "supported: its gradient is reduced over ranks, which has no second derivative. Call it without "
+                "create_graph=True"
+            )
+        if current_capture(grad.device):
+            return None  # a graphed layer's backward returns it to autograd, which comes here once more
+        return self._reduced(entry, None, grad)
+
+    def _reduced(self, entry: _Replicated, parameter: torch.nn.Parameter | None, grad: torch.Tensor) -> torch.Tensor:
+        owner = parameter if parameter is not None else entry.parameter()
+        assert owner is not None
+        contribution = _Contribution(entry, owner, None, grad, reduced=False)
+        self._reduce([contribution])
+        return contribution.grad
+
+    def _defer_hooks(self, parameter: torch.nn.Parameter) -> None:
+        hooks = parameter._post_accumulate_grad_hooks
+        for number, hook in (hooks or {}).items():
+            if not isinstance(hook, _Deferred):
+                hooks[number] = _Deferred(hook, weakref.ref(self))
 
     def _collect(self) -> list[_Contribution]:
         """What this backward adds, with `.grad` as it was before it."""
@@ -144,14 +197,16 @@ class ReplicatedGradients:
             if parameter is None or not (entry.arrived or (entry.held is not None and not self.accumulate_only)):
                 continue
             grad: torch.Tensor | None = None
+            reduced, entry.reduced = entry.reduced, False
             if entry.arrived:
                 grad = None if parameter.grad is None else parameter.grad.detach()
                 parameter.grad, entry.aside, entry.arrived = entry.aside, None, False
             if entry.held is not None:
-                held, entry.held = entry.held, None
-                grad = held if grad is None else held.add_(grad)
+                held, entry.held = entry.held.unless_zeroed(parameter.grad), None
+                if held is not None:
+                    grad = held if grad is None else held.add_(grad)
             if grad is not None:
-                contributions.append(_Contribution(entry, parameter, parameter.grad, grad))
+                contributions.append(_Contribution(entry, parameter, parameter.grad, grad, reduced))
         return contributions
 
     def _reduce(self, contributions: list[_Contribution]) -> None:
@@ -172,3 +227,12 @@ class ReplicatedGradients:
                 flat /= math.prod(group.size() for group in process_groups)
             for c, reduced in zip(batch, flat.split([c.grad.numel() for c in batch]), strict=True):
                 c.grad = reduced.view(c.grad.shape).to(c.parameter.dtype, copy=True)
+
+
+def _is_returned(parameter: torch.nn.Parameter) -> bool:
+    """Whether the running backward is a `torch.autograd.grad` that asks for this very parameter."""
+    try:
+        torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
+    except RuntimeError:  # torch's answer for a leaf that it was asked for
+        return True
+    return False

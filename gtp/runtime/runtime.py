@@ -55,7 +55,7 @@ class GTPRuntime:
         self._started = False
         self._capture = 0
         self._gradients_returned = False
-        self._forward_depth = 0
+        self._in_forward = False
         self._opening = False
         self.replicated = ReplicatedGradients(
             transport, mean=config.grad_reduce == "mean", on_gradient=_weakly(self._enter_backward)
@@ -152,22 +152,24 @@ class GTPRuntime:
     # -- lines ---------------------------------------------------------------------------------------------------
 
     def enter_forward(self) -> None:
-        """A forward of the whole model begins. Nested calls and recomputed ones change nothing.
+        """A forward of the whole model begins. One recomputed in a backward changes nothing.
 
         The line is drawn by the first use of a weight, and not here: the root's other pre-hooks, which may write
-        shards or wait for somebody who does, come after this one.
+        shards or wait for somebody who does, come after this one. A forward that was left by a KeyboardInterrupt has
+        not said so; this one begins anew all the same.
         """
-        if self._forward_depth == 0 and backward_task() == NO_TASK:
+        if backward_task() == NO_TASK:
             with torch.inference_mode(False):
                 self._ready()
             self.replicated.hook_trainable()
-            self._opening = True
-        self._forward_depth += 1
+            self._in_forward = self._opening = True
 
     def exit_forward(self) -> None:
         """The forward has ended, by return or by exception. Without grad mode no backward follows: shards are free."""
-        self._forward_depth = max(self._forward_depth - 1, 0)
-        if self._forward_depth == 0 and not torch.is_grad_enabled() and backward_task() == NO_TASK:
+        if backward_task() != NO_TASK:
+            return
+        self._in_forward = False
+        if not torch.is_grad_enabled():
             self._opening = False
             with torch.inference_mode(False), torch.no_grad():
                 self._gatherer.close_line()
@@ -186,7 +188,7 @@ class GTPRuntime:
         task = self._ready()
         inside = True
         if task == NO_TASK:
-            inside = self._forward_depth > 0
+            inside = self._in_forward
         elif phase is Phase.FORWARD:
             phase = Phase.RECOMPUTE
         if self.config.debug:
@@ -232,8 +234,8 @@ class GTPRuntime:
         """Backwards inside accumulate on this rank and reduce nothing; the next one outside reduces the sum.
 
         Memory: one full-size fp32 gradient per weight that received one, per rank (4 bytes x all parameters), until
-        then. Reducing every backward, the default, holds 1/N of that. `.grad` does not change inside, and
-        `zero_grad` does not reach what is held: drop it with `release()`.
+        then. Reducing every backward, the default, holds 1/N of that. Inside, a `.grad` of None becomes zeros, and
+        others do not change. Zeroing gradients drops what is held with them, and so does `release()`.
         """
         self._ready()
         before = self._reducer.accumulate_only
@@ -328,8 +330,7 @@ class GTPRuntime:
     def _abandon(self) -> None:
         """A forward or backward raised: nothing of it is delivered, nothing stays in flight."""
         self._backward.forget()
-        self._forward_depth = 0
-        self._opening = False
+        self._in_forward = self._opening = False
         self._reducer.abandon()
         self.replicated.abandon()
         self._gatherer.drop_all()
@@ -339,7 +340,6 @@ class GTPRuntime:
         parameters = self.replicated.end_backward()
         self._gatherer.close_line()
         # Hooks may step an optimizer: only now may shards be written.
-        self.replicated.restore_hooks()
         with torch.no_grad():
             for owner in owners:
                 owner.run_gradient_hooks()

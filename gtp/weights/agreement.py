@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from gtp.config import GTPConfig
 from gtp.errors import DesyncError
-from gtp.weights.selection import Choice
+from gtp.weights.selection import BufferChoice, Choice, Selection
 
 # What may differ between ranks: nothing is decided by it that others must decide alike.
 _LOCAL_FIELDS = frozenset(["debug_timeout", "peer_timeout", "reduce_sms"])
 
 
-def require_agreement(choices: Sequence[Choice], config: GTPConfig, device: torch.device) -> None:
+def require_agreement(selection: Selection, config: GTPConfig, device: torch.device) -> None:
     """Compares what ranks are about to shard, and with which settings, over every group. Collective.
 
     Sends 8 bytes per rank and group; only where those differ does the text travel that says what.
@@ -25,8 +24,11 @@ def require_agreement(choices: Sequence[Choice], config: GTPConfig, device: torc
     Raises:
         DesyncError: on every rank of a group whose ranks disagree, with the first difference.
     """
-    for process_group in dict.fromkeys(group for choice in choices for group in choice.axes.all):
+    choices, buffers = selection.choices, selection.buffers
+    every_axes = [choice.axes for choice in choices] + [buffer.axes for buffer in buffers]
+    for process_group in dict.fromkeys(group for axes in every_axes for group in axes.all):
         mine = [_describe(choice) for choice in choices if process_group in choice.axes.all]
+        mine += [_describe_buffer(buffer) for buffer in buffers if process_group in buffer.axes.all]
         mine.append(f"settings {_describe_config(config)}")
         digest = int.from_bytes(hashlib.sha256("\n".join(mine).encode()).digest()[:7])
         own = torch.tensor([digest], dtype=torch.int64, device=device)
@@ -59,7 +61,16 @@ def _at(lines: list[str], place: int) -> str:
 def _describe(choice: Choice) -> str:
     parameter = choice.parameter
     how = "sharded" if choice.sharded else "replicated"
-    return f"{choice.name} {tuple(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}, {how}"
+    trained = "" if parameter.requires_grad else ", frozen"
+    return f"{' = '.join(choice.names)} {_shape(parameter)}, {how}{trained}"
+
+
+def _describe_buffer(buffer: BufferChoice) -> str:
+    return f"buffer {buffer.name} {_shape(buffer.value)}"
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _describe_config(config: GTPConfig) -> str:

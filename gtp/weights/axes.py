@@ -82,6 +82,14 @@ def broadcast_first(tensor: torch.Tensor, axes: Axes) -> None:
         tensor.copy_(contiguous)
 
 
+def broadcast_first_bytes(tensor: torch.Tensor, axes: Axes, device: torch.device) -> None:
+    """`broadcast_first` for a tensor of any dtype, on any device; its bytes travel through `device`. Collective."""
+    data = tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8)
+    broadcast_first(data, axes)
+    with torch.no_grad():
+        tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+
+
 def data_size(group_or_mesh: GroupOrMesh) -> int:
     """Ranks that see different data: all of a group or 1-d mesh, both axes of a 2-d mesh.
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from gtp.errors import GTPValueError
 from gtp.weights.axes import broadcast_first
+from gtp.weights.cut import take_shard
 from gtp.weights.layout import ShardLayout
 from gtp.weights.selection import Choice
 
@@ -50,10 +51,7 @@ def materialize_meta(
             assert full is not None
             broadcast_first(full.detach(), choice.axes)
             if choice.sharded:
-                layout = layouts[choice.name]
-                shard = torch.zeros(layout.shard_shape, dtype=full.dtype, device=device)
-                shard[layout.valid_slice].copy_(full.detach()[layout.shard_slice])
-                shards[choice.name] = shard
+                shards[choice.name] = shard = take_shard(full, layouts[choice.name])
                 full = nn.Parameter(shard, requires_grad=choice.parameter.requires_grad)
             _replace_everywhere(model, choice, full)
     return shards

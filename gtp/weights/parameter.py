@@ -15,12 +15,13 @@ from torch.utils.hooks import RemovableHandle
 from gtp.errors import GTPStateError, GTPValueError, UnsupportedError
 from gtp.ops import is_wanted, refuse_double_backward
 from gtp.runtime.group import Member, WeightGroup
+from gtp.runtime.held import GradientMark
 from gtp.runtime.runtime import GTPRuntime, gather_now
 from gtp.runtime.schedule import Phase
 from gtp.weights.functions import dispatch, require_leader
-from gtp.weights.gradient import ShardGrad
 from gtp.weights.layout import ShardLayout
-from gtp.weights.shard_tensor import CheckpointableShard, ShardOrigin, ShardState, is_whole
+from gtp.weights.rows import ShardRows
+from gtp.weights.shard_tensor import LocalShard, ShardOrigin
 
 _plain = torch._C.DisableTorchFunctionSubclass
 
@@ -71,16 +72,18 @@ class _FullTensor(torch.autograd.Function):
 _full_tensor = cast("Callable[[GTPWeight], torch.Tensor]", _FullTensor.apply)
 
 
-class GTPWeight(CheckpointableShard, torch.nn.Parameter):
+class GTPWeight(LocalShard, torch.nn.Parameter):
     """A weight sharded along dim 0 over a GTP group: an `nn.Parameter` of the shard's shape, and a `DistributedWeight`.
 
     Made by `gtp.shard_model` out of the parameter it replaces (the same object, so optimizers and ties keep working).
     Metadata, `.grad` and optimizer arithmetic are the shard's. `F.linear` and `F.embedding` compute with the full
     weight, gathered by the runtime. Any other function of it that would need the full weight raises
-    `UnsupportedError`.
+    `UnsupportedError`, and so it is with what was made of it: `.grad`, `.data`, `.detach()` and arithmetic on them are
+    `ShardRows`. `.shard` is this rank's rows as a plain tensor, `full_tensor()` the whole.
     """
 
     is_distributed_weight = True
+    is_weight = True
     handle: WeightHandle
 
     @classmethod
@@ -130,6 +133,16 @@ class GTPWeight(CheckpointableShard, torch.nn.Parameter):
         """The runtime that gathers this weight."""
         return self.handle.runtime
 
+    @property
+    def label(self) -> str:
+        return f"sharded weight {self.handle.name!r}"
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's rows and padding `[shard_rows, *trailing]`, a plain tensor that may be written; not a copy."""
+        self.before_write()
+        return self.plain_shard()
+
     def full_tensor(self) -> torch.Tensor:
         """The full weight `[rows, *trailing]` in the shard's dtype, a fresh plain tensor. Collective over the group.
 
@@ -156,18 +169,11 @@ class GTPWeight(CheckpointableShard, torch.nn.Parameter):
         """The shard and its layout, for `torch.distributed.checkpoint`."""
         return self.plain_shard(), self.handle.layout
 
-    def local_value(self, tensor: Any) -> Any:
-        """What arithmetic without grad mode made of the shard: as much this rank's rows as a gradient is."""
-        with _plain():
-            if type(tensor) is not torch.Tensor or tuple(tensor.shape) != self.handle.layout.shard_shape:
-                return tensor
-        return ShardGrad.wrap(tensor, self.origin)
-
     def local_state(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A new tensor made after the shard, marked as this rank's rows if it has the shard's shape."""
-        layout = self.handle.layout
-        is_shard = tuple(tensor.shape) == layout.shard_shape and not is_whole(layout)
-        return ShardState.wrap(tensor, self.origin) if is_shard else tensor
+        """`tensor`, made of the shard or after it, marked as this rank's rows if it has the shard's shape."""
+        with _plain():
+            shape = tuple(tensor.shape)
+        return ShardRows.of(tensor, self.origin) if shape == self.handle.layout.shard_shape else tensor
 
     # -- DistributedWeight ---------------------------------------------------------------------------------------
 
@@ -211,8 +217,7 @@ class GTPWeight(CheckpointableShard, torch.nn.Parameter):
     def writable_shard(self) -> torch.Tensor:
         """`weight.data` and `weight.detach()`: an alias, which may be written. It shares the version counter, unlike
         torch's own `.data`: prefetched copies know by it that they are stale."""
-        self.handle.runtime.before_write(self.handle.group)
-        return self.plain_shard()
+        return self.local_state(self.shard)
 
     def adopt(self, shard: torch.Tensor) -> None:
         """The transport keeps the shard in memory of its own: use that."""
@@ -244,10 +249,24 @@ class GTPWeight(CheckpointableShard, torch.nn.Parameter):
             return
         with _plain():
             if self.grad is None:
-                self.grad = ShardGrad.wrap(target, self.origin)
+                self.grad = self.local_state(target)
             elif self.grad.data_ptr() != target.data_ptr():
                 # in a group of one, autograd has accumulated the weight's other uses in the meantime
                 self.grad.add_(target)
+
+    def mark_held(self) -> GradientMark | None:
+        """`.grad` as it is beside a gradient that is held unreduced; zeros if there is none."""
+        if getattr(self, "main_grad", None) is not None:
+            return None
+        with _plain():
+            if self.grad is None:
+                self.grad = self.local_state(self.new_gradient().zero_())
+            return GradientMark.of(self.grad)
+
+    def was_zeroed_since(self, mark: GradientMark) -> bool:
+        """Whether `.grad` was removed, replaced or zeroed since."""
+        with _plain():
+            return mark.was_zeroed(self.grad)
 
     def run_gradient_hooks(self) -> None:
         """Runs the hooks of `register_post_accumulate_grad_hook`."""
@@ -274,18 +293,18 @@ class GTPWeight(CheckpointableShard, torch.nn.Parameter):
         )
 
     def wrap_grad(self, grad: torch.Tensor) -> torch.Tensor:
-        """`.grad` as autograd left it, made a `ShardGrad` that stays."""
+        """`.grad` as autograd left it, made `ShardRows` that stay."""
         with _plain():
-            self.grad = wrapped = ShardGrad.wrap(grad, self.origin)
+            self.grad = wrapped = ShardRows.of(grad, self.origin)
         return wrapped
 
     def set_grad(self, grad: torch.Tensor) -> None:
         """`weight.grad = grad`: a local tensor of the shard's shape; padding rows are cleared."""
         with _plain():
-            wrapped = ShardGrad.wrap(grad, self.origin)
+            plain = grad.detach().as_subclass(torch.Tensor)
             if tuple(grad.shape) == self.handle.layout.shard_shape and self._has_padding():
-                wrapped[self.handle.layout.valid_rows :].zero_()
-            self.grad = wrapped
+                plain[self.handle.layout.valid_rows :].zero_()
+            self.grad = self.local_state(plain)
 
     def set_data(self, data: torch.Tensor) -> None:
         """`weight.data = data`: re-points the shard's storage. Shape, dtype and device type must stay.
@@ -304,10 +323,18 @@ class GTPWeight(CheckpointableShard, torch.nn.Parameter):
                     f"got {given}. Convert or move the model before gtp.shard_model; GTPConfig(param_dtype=...) "
                     "changes the dtype that GEMMs compute in"
                 )
-            self.handle.runtime.before_write(self.handle.group)
+            self.before_write()
             self.data = data.as_subclass(torch.Tensor)
             torch.autograd.graph.increment_version(self)
         self._look_at_storage()
+
+    def before_write(self) -> None:
+        """Somebody is about to write the shard: see [Note: no stale reads]."""
+        self.handle.runtime.before_write(self.handle.group)
+
+    def after_write(self) -> None:
+        """Somebody wrote the shard."""
+        self.clear_padding()
 
     def clear_padding(self) -> None:
         """Zeroes the rows of the shard that no logical row maps to, after somebody wrote the shard."""
@@ -357,7 +384,7 @@ class GTPWeight(CheckpointableShard, torch.nn.Parameter):
         raise UnsupportedError(
             f"{self.handle.name}: a sharded weight is bound to its runtime and process group and cannot be copied. "
             "Copy the plain model before gtp.shard_model and shard the copy, or copy values: weight.detach().clone() "
-            "for the shard, weight.full_tensor() for all of it"
+            "for this rank's rows, weight.full_tensor() for all of it"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

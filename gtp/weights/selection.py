@@ -7,6 +7,7 @@ import difflib
 import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from gtp.errors import GTPStateError, GTPValueError
@@ -20,7 +21,7 @@ class Choice:
 
     Attributes:
         names: Its fully qualified names; several where it is tied. The first is the one used in messages.
-        owner: The module that holds it under the first name, and `attribute`, the name there.
+        owner: A module that holds it, the one that decided, and `attribute`, the name there.
         sharded: Whether its rows are split.
         reason: Why, for `GTPRuntime.report`.
         axes: Its groups.
@@ -39,16 +40,34 @@ class Choice:
         return self.names[0]
 
 
+@dataclasses.dataclass(frozen=True)
+class BufferChoice:
+    """A buffer, which every rank holds whole, by its first name."""
+
+    name: str
+    owner: nn.Module
+    attribute: str
+    axes: Axes
+
+    @property
+    def value(self) -> torch.Tensor:
+        value = self.owner._buffers[self.attribute]
+        assert value is not None
+        return value
+
+
 @dataclasses.dataclass
 class Selection:
     """Choices in order of registration, and the sharded ones in the groups that are gathered together.
 
     Attributes:
+        buffers: Each buffer object once.
         unregistered: Parameters that modules keep in lists and the like, where torch does not see them, by name.
     """
 
     choices: list[Choice]
     groups: list[list[Choice]]
+    buffers: list[BufferChoice]
     unregistered: dict[str, nn.Parameter]
 
 
@@ -68,13 +87,11 @@ def select(
     """
     sites = _sites(model)
     _refuse_sharded(sites)
-    names = [name for names, *_ in sites for name in names]
+    _refuse_sparse(model)
+    names = [name for site in sites for name in site.names]
     included, excluded = _patterns(include, "include", names), _patterns(exclude, "exclude", names)
     axes_of = _axes_lookup(axes, names)
-    choices = [
-        _choose(names, owner, attribute, parameter, included, excluded, min_numel, axes_of(names))
-        for names, owner, attribute, parameter in sites
-    ]
+    choices = [_choose(site, included, excluded, min_numel, axes_of(site.names)) for site in sites]
     if not any(choice.sharded for choice in choices):
         tried = "\n  ".join(f"{c.name}: {c.reason}" for c in choices) or "(the model has no parameters)"
         raise GTPValueError(
@@ -82,17 +99,42 @@ def select(
             "nn.Embedding modules; "
             f"name others with include=. Parameters and why not:\n  {tried}"
         )
-    return Selection(choices, _grouped(model, choices), _unregistered(model, {id(c.parameter) for c in choices}))
+    buffers = [
+        BufferChoice(names[0], module, attribute, axes_of(names)) for names, module, attribute in _buffers(model)
+    ]
+    unregistered = _unregistered(model, {id(c.parameter) for c in choices})
+    return Selection(choices, _grouped(model, choices), buffers, unregistered)
 
 
-def _sites(model: nn.Module) -> list[tuple[list[str], nn.Module, str, nn.Parameter]]:
-    """Each parameter object once, in order of registration, with all its names and its first place."""
-    found: dict[int, tuple[list[str], nn.Module, str, nn.Parameter]] = {}
+@dataclasses.dataclass
+class _Site:
+    """A parameter object with all the places that hold it, in order of registration."""
+
+    parameter: nn.Parameter
+    names: list[str]
+    places: list[tuple[nn.Module, str]]
+
+
+def _sites(model: nn.Module) -> list[_Site]:
+    """Each parameter object once, in order of registration."""
+    found: dict[int, _Site] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
+                site = found.setdefault(id(parameter), _Site(parameter, [], []))
+                site.names.append(f"{prefix}.{attribute}" if prefix else attribute)
+                site.places.append((module, attribute))
+    return list(found.values())
+
+
+def _buffers(model: nn.Module) -> list[tuple[list[str], nn.Module, str]]:
+    """Each buffer object once, with all its names and its first place."""
+    found: dict[int, tuple[list[str], nn.Module, str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None:
                 name = f"{prefix}.{attribute}" if prefix else attribute
-                found.setdefault(id(parameter), ([], module, attribute, parameter))[0].append(name)
+                found.setdefault(id(buffer), ([], module, attribute))[0].append(name)
     return list(found.values())
 
 
@@ -115,8 +157,15 @@ def _unregistered(model: nn.Module, known: set[int]) -> dict[str, nn.Parameter]:
     return found
 
 
-def _refuse_sharded(sites: list[tuple[list[str], nn.Module, str, nn.Parameter]]) -> None:
-    for names, _, _, parameter in sites:
+def _refuse_sharded(sites: list[_Site]) -> None:
+    for site in sites:
+        names, parameter = site.names, site.parameter
+        if nn.parameter.is_lazy(parameter):
+            raise GTPValueError(
+                f"{names[0]} has no shape yet: it belongs to a lazy module (nn.LazyLinear and the like). Run one "
+                "forward of the model, which gives it its shape, before gtp.shard_model and before the optimizer is "
+                "made"
+            )
         if is_distributed_weight(parameter):
             raise GTPStateError(
                 f"{names[0]} is sharded already. Shard a model once, from its root; give different axes to different "
@@ -132,6 +181,15 @@ def _refuse_sharded(sites: list[tuple[list[str], nn.Module, str, nn.Parameter]])
                 f"{names[0]} is a {kind}: it is distributed by another library (FSDP, tensor parallel DTensor). gtp "
                 "shards plain parameters; apply gtp.shard_model to the plain model, and a mesh (replicate, gtp) for "
                 "more ranks"
+            )
+
+
+def _refuse_sparse(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise GTPValueError(
+                f"{name or 'the model'}: {type(module).__name__}(sparse=True) has sparse gradients, and gtp reduces "
+                "dense ones. Set sparse=False; the optimizer then is an ordinary one, not SparseAdam"
             )
 
 
@@ -187,51 +245,69 @@ class _AxesLookup:
         )
 
 
-def _choose(
-    names: list[str],
-    owner: nn.Module,
-    attribute: str,
-    parameter: nn.Parameter,
-    included: list[str] | None,
-    excluded: list[str] | None,
-    min_numel: int,
-    axes: Axes,
-) -> Choice:
-    def choice(sharded: bool, reason: str) -> Choice:
-        return Choice(names, owner, attribute, parameter, sharded, reason, axes)
+def _choose(site: _Site, included: list[str] | None, excluded: list[str] | None, min_numel: int, axes: Axes) -> Choice:
+    """All places that hold the parameter decide: one that cannot work with a shard keeps it whole, else one that wants
+    it sharded is enough."""
+    names, parameter = site.names, site.parameter
+
+    def choice(sharded: bool, reason: str, place: tuple[nn.Module, str] = site.places[0]) -> Choice:
+        return Choice(names, *place, parameter, sharded, reason, axes)
 
     if excluded is not None and _matches(names, excluded):
         return choice(False, "excluded by name")
     asked = included is not None and _matches(names, included)
     if included is not None and not asked:
         return choice(False, "not named by include")
+    by_exact_name = included is not None and any(name in included for name in names)
+    for owner, attribute in site.places:
+        obstacle = _obstacle(owner, attribute)
+        if obstacle and by_exact_name:
+            raise GTPValueError(f"{names[0]} cannot be sharded: {obstacle}; leave it out of include")
+        if obstacle:
+            return choice(False, obstacle)
     if asked:
+        if not by_exact_name and parameter.dim() != 2:
+            return choice(False, f"{parameter.dim()}-d; a pattern takes matrices, others by their exact name")
         _require_shardable(names[0], parameter)
+        place = site.places[0]
+        reason = "named by include"
     else:
-        default, reason = _by_default(owner, attribute, parameter)
-        if not default:
-            return choice(False, reason)
+        served = [place for place in site.places if _is_served(*place)]
+        if not served:
+            owner, attribute = site.places[0]
+            return choice(False, f"{attribute} of {type(owner).__name__} is not the weight of a Linear or Embedding")
+        if not parameter.is_floating_point():
+            return choice(False, f"{parameter.dtype} is not a floating point dtype")
+        if parameter.dim() < 1 or parameter.numel() == 0:
+            return choice(False, f"shape {tuple(parameter.shape)} has no rows to split")
+        place = served[0]
+        reason = f"weight of {type(place[0]).__name__}"
     if parameter.numel() < min_numel:
         return choice(False, f"{parameter.numel()} elements, below min_numel={min_numel}")
-    return choice(True, "named by include" if asked else f"weight of {type(owner).__name__}")
+    return choice(True, reason, place)
 
 
 def _matches(names: list[str], patterns: list[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-def _by_default(owner: nn.Module, attribute: str, parameter: nn.Parameter) -> tuple[bool, str]:
+def _is_served(owner: nn.Module, attribute: str) -> bool:
+    """Whether the module computes with this parameter by an op that gathers it."""
+    if any(attribute in group for group in weight_groups_of(owner)):
+        return True
+    return attribute == "weight" and isinstance(owner, (nn.Linear, nn.Embedding))
+
+
+def _obstacle(owner: nn.Module, attribute: str) -> str:
+    """Why the module could not compute with a shard of this parameter; "" where nothing is known against it."""
     kind = type(owner).__name__
-    grouped = any(attribute in group for group in weight_groups_of(owner))
-    if not grouped and not (attribute == "weight" and isinstance(owner, (nn.Linear, nn.Embedding))):
-        return False, f"{attribute} of {kind} is not the weight of a Linear or Embedding"
     if isinstance(owner, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return False, "nn.MultiheadAttention passes it to a fused function that gtp does not serve"
-    if not parameter.is_floating_point():
-        return False, f"{parameter.dtype} is not a floating point dtype"
-    if parameter.dim() < 1 or parameter.numel() == 0:
-        return False, f"shape {tuple(parameter.shape)} has no rows to split"
-    return True, ""
+        return "nn.MultiheadAttention passes it to a fused function that gtp does not serve"
+    if isinstance(owner, nn.Embedding) and owner.max_norm is not None:
+        return "nn.Embedding with max_norm rescales rows of it in forward"
+    if type(owner).__module__.startswith("torch.nn.modules.") and not _is_served(owner, attribute):
+        return f"{attribute} of {kind} is not the weight of a Linear or Embedding"
+    return ""
 
 
 def _require_shardable(name: str, parameter: nn.Parameter) -> None:

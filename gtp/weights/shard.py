@@ -16,13 +16,15 @@ from gtp.runtime.runtime import GTPRuntime
 from gtp.runtime.select import choose_transport
 from gtp.runtime.transport import Transport
 from gtp.weights.agreement import require_agreement
-from gtp.weights.axes import Axes, GroupOrMesh, broadcast_first
+from gtp.weights.axes import Axes, GroupOrMesh, broadcast_first, broadcast_first_bytes
+from gtp.weights.cut import take_shard as take_shard
 from gtp.weights.layout import ShardLayout
 from gtp.weights.meta import materialize_meta
 from gtp.weights.parameter import GTPWeight, WeightHandle
 from gtp.weights.report import ParameterReport
 from gtp.weights.selection import Choice, Selection, select
 from gtp.weights.state_dict import hook_state_dict
+from gtp.weights.watch import watch_parameters
 
 _log = logging.getLogger("gtp")
 
@@ -41,15 +43,20 @@ def shard_model(
     """Shards the weights of `model` in place, and makes the runtime that gathers them just in time. Collective.
 
     Afterwards the model is used as before: forward, backward, optimizer. Ranks of a group feed it different data. Rank
-    0's values win: they are broadcast, so ranks that were seeded differently end with one model.
+    0's values win: parameters and buffers are broadcast, so ranks that were seeded differently end with one model.
+    Buffers that ranks then change by themselves (running statistics) are not synchronized again.
+
+    The model is complete with this call: a parameter that is added or replaced later makes its next forward raise.
 
     Args:
         model: Any module on one device, or on the meta device. Its parameters stay the same objects (except from the
             meta device), so an optimizer without state and tied weights keep working.
         group_or_mesh: Over which ranks: a process group, a 1-d mesh, or a 2-d mesh (replicate, gtp) on which shards are
             held alike along the first axis. Or a mapping from name pattern to one of these; the first match wins.
-        include: Fully qualified name patterns (`*` crosses dots) of what to shard. Default: the weights of Linear and
-            Embedding modules. Everything else stays replicated, and its gradients are reduced over the same axes.
+        include: Fully qualified name patterns (`*` crosses dots) of what to shard: matrices, and by its exact name
+            anything that has rows. What torch's own modules use otherwise than through `F.linear` or `F.embedding`
+            stays replicated. Default: the weights of Linear and Embedding modules. Everything else stays replicated,
+            and its gradients are reduced over the same axes.
         exclude: Name patterns of what to leave replicated.
         config: Settings, see `GTPConfig`.
         init: Called as `init(name, tensor)` with each full tensor of a model on the meta device, to fill it in place,
@@ -72,19 +79,20 @@ def shard_model(
     _require_no_gradients(selection)
     target = _device_of(selection, device)
     layouts = _layouts(selection, config)
-    require_agreement(selection.choices, config, target)
+    require_agreement(selection, config, target)
     chosen, reason = (
         (transport, "given by the caller") if transport else choose_transport(config, _gtp_groups(selection), target)
     )
     runtime = GTPRuntime(config, chosen, target, reason)
     shards = materialize_meta(model, selection.choices, layouts, target, init)
-    _broadcast_replicated(selection)
+    _broadcast_replicated(selection, target)
     for members in selection.groups:
         _register(runtime, members, layouts, shards)
     for choice in selection.choices:
         if not choice.sharded and choice.axes.all and choice.parameter.is_floating_point():
             runtime.replicated.add(choice.name, choice.parameter, choice.axes.all)
     runtime.attach(model)
+    watch_parameters(model)
     _keep_ddp_away(model)
     hook_state_dict(model)
     runtime.report = ParameterReport.of(selection.choices, layouts, selection.unregistered)
@@ -155,13 +163,6 @@ def convert(
     return kind.convert(parameter, member.shard, handle)
 
 
-def take_shard(full: torch.Tensor, layout: ShardLayout, device: torch.device) -> torch.Tensor:
-    """This rank's rows of a full tensor `[rows, *trailing]`, in fresh memory, padding zero."""
-    shard = torch.zeros(layout.shard_shape, dtype=full.dtype, device=device)
-    shard[layout.valid_slice].copy_(full[layout.shard_slice])
-    return shard
-
-
 def _register(
     runtime: GTPRuntime, members: list[Choice], layouts: dict[str, ShardLayout], shards: dict[str, torch.Tensor]
 ) -> None:
@@ -222,7 +223,10 @@ def _layouts(selection: Selection, config: GTPConfig) -> dict[str, ShardLayout]:
     }
 
 
-def _broadcast_replicated(selection: Selection) -> None:
+def _broadcast_replicated(selection: Selection, device: torch.device) -> None:
     for choice in selection.choices:
         if not choice.sharded:
             broadcast_first(choice.parameter.detach(), choice.axes)
+    for buffer in selection.buffers:
+        if buffer.axes.all:
+            broadcast_first_bytes(buffer.value, buffer.axes, device)

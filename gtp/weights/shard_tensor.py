@@ -98,6 +98,48 @@ class CheckpointableShard:
         return shard[layout.valid_slice]
 
 
+class LocalShard(CheckpointableShard):
+    """Mixin: a tensor of a shard's shape, which holds this rank's rows. What torch functions may do to it is in
+    `gtp.weights.rules`."""
+
+    __slots__ = ()
+
+    is_weight = False
+
+    @property
+    def origin(self) -> ShardOrigin:
+        """Which rows of which weight they are."""
+        raise NotImplementedError
+
+    @property
+    def label(self) -> str:
+        """For errors."""
+        raise NotImplementedError
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """The same rows `[shard_rows, *trailing]` as a plain tensor, padding included, over the same storage."""
+        raise NotImplementedError
+
+    def local_state(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` marked as this rank's rows, if it has the shard's shape and the shard is not the whole."""
+        raise NotImplementedError
+
+    def valid_rows(self) -> torch.Tensor:
+        """The rows that are not padding, a plain local tensor `[valid_rows, *trailing]`."""
+        return self.shard[: self.origin.layout.valid_rows]
+
+    def full_tensor(self) -> torch.Tensor:
+        """All ranks' rows `[rows, *trailing]`, a fresh plain tensor. Collective over the weight's GTP group."""
+        return gather_now(self.shard, self.origin.process_group)[: self.origin.layout.rows].clone()
+
+    def before_write(self) -> None:
+        """A torch function is about to write it."""
+
+    def after_write(self) -> None:
+        """It was written."""
+
+
 class ShardTensor(CheckpointableShard, torch.Tensor):
     """A sharded weight (or optimizer state of one) in a state dict.
 
@@ -173,7 +215,7 @@ class ShardTensor(CheckpointableShard, torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _no_pickle(self._origin)
+        raise no_pickle(self._origin)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         layout = self._origin.layout
@@ -182,65 +224,6 @@ class ShardTensor(CheckpointableShard, torch.Tensor):
             f"ShardTensor({self._origin.name!r}, rows {start}:{stop} of {layout.logical_shape}, rank {layout.rank} of "
             f"{layout.group_size}, {self.dtype}, {self.device})"
         )
-
-
-class ShardState(CheckpointableShard, torch.Tensor):
-    """A tensor of a shard's shape that remembers which rows it is, as optimizers keep it for a sharded weight.
-
-    `torch.zeros_like(weight)` and the like make it. It computes as the plain local tensor that it is (results are
-    plain), but DCP saves it as rows of the whole, also out of
-    `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`. Loading such a state dict with plain
-    `torch.distributed.checkpoint.load` takes torch >= 2.14; older ones refuse it because of its size.
-    `gtp.checkpoint` saves and loads with all of them.
-    """
-
-    _origin: ShardOrigin
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def wrap(tensor: torch.Tensor, origin: ShardOrigin) -> ShardState:
-        """A `ShardState` over the storage of `tensor` `[shard_rows, *trailing]`."""
-        with torch._C.DisableTorchFunctionSubclass():
-            state = tensor.detach().as_subclass(ShardState)
-        state._origin = origin
-        return state
-
-    def checkpoint_part(self) -> tuple[torch.Tensor, ShardLayout]:
-        return self.detach().as_subclass(torch.Tensor), self._origin.layout
-
-    def clone(self, *args: Any, **kwargs: Any) -> ShardState:
-        """A copy that is the same rows, as in `grad.detach().clone()`, with which momentum begins."""
-        return ShardState.wrap(super().clone(*args, **kwargs), self._origin)
-
-    # torch >= 2.14 looks here for the global size when it loads
-
-    @property
-    def global_shape(self) -> tuple[int, ...]:
-        """The logical shape."""
-        return self._origin.layout.logical_shape
-
-    @property
-    def global_offsets(self) -> tuple[tuple[int, ...], ...]:
-        """Where this rank's rows begin in the whole: one entry, or none for a shard that is all padding."""
-        return tuple(tuple(chunk.offsets) for chunk in self.__create_chunk_list__())
-
-    @property
-    def local_sizes(self) -> tuple[tuple[int, ...], ...]:
-        """The shape of this rank's rows without padding."""
-        return tuple(tuple(chunk.sizes) for chunk in self.__create_chunk_list__())
-
-    @property
-    def local_offsets(self) -> tuple[tuple[int, ...], ...]:
-        """Where these rows begin in this tensor."""
-        return tuple((0,) * len(chunk.sizes) for chunk in self.__create_chunk_list__())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardState:
-        copied = memo[id(self)] = self.clone()
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _no_pickle(self._origin)
 
 
 def _same_rows(target: ShardTensor, source: Any) -> bool:
@@ -264,7 +247,8 @@ def _flatten(values: Any) -> list[Any]:
     return flat
 
 
-def _no_pickle(origin: ShardOrigin) -> UnsupportedError:
+def no_pickle(origin: ShardOrigin) -> UnsupportedError:
+    """The error of who pickles rows."""
     start, stop = origin.layout.row_range()
     return UnsupportedError(
         f"{origin.name}: this is rows {start}:{stop} of {origin.layout.logical_shape}, and torch.save or pickle "

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from gtp.errors import GTPValueError, UnsupportedError
+from gtp.weights.cut import take_shard
 from gtp.weights.layout import ShardLayout
 from gtp.weights.parameter import GTPWeight
 from gtp.weights.shard_tensor import CheckpointableShard, ShardTensor, is_whole
@@ -89,9 +90,7 @@ def own_rows(value: torch.Tensor, layout: ShardLayout, name: str) -> torch.Tenso
         return value.checkpoint_part()[0]
     if tuple(value.shape) != layout.logical_shape:
         return value
-    shard = torch.zeros(layout.shard_shape, dtype=value.dtype, device=value.device)
-    shard[layout.valid_slice].copy_(value.detach()[layout.shard_slice])
-    return shard
+    return take_shard(value, layout)
 
 
 def _mark_shards(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:

@@ -98,3 +98,8 @@ def train(model: nn.Module, optimizers: Any, steps: range, rank: int) -> list[fl
             optimizer.step()
             optimizer.zero_grad()
     return losses
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    """A parameter, a gradient or optimizer state as the plain tensor that this rank holds."""
+    return value.detach().as_subclass(torch.Tensor)

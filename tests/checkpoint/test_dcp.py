@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import gtp
 from gtp.errors import GTPValueError, UnsupportedError
 from gtp.testing.ranks import rank, subgroup
-from tests.checkpoint.models import ALIGNED, SHARDED, Net, assert_same_state, numbered, pair, train
+from tests.checkpoint.models import ALIGNED, SHARDED, Net, assert_same_state, local, numbered, pair, train
 
 # one process without ranks is a case of its own, and DCP says that it noticed
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -160,7 +160,7 @@ def _save_on_mesh(path):
     assert_same_state(other, _plain_of(sharded))
     for a, b in zip(sharded.parameters(), other.parameters(), strict=True):
         for key, value in optimizer.state[a].items():
-            assert torch.equal(value.detach(), fresh.state[b][key].detach()), key
+            assert torch.equal(local(value), local(fresh.state[b][key])), key
     return extra
 
 
@@ -319,7 +319,7 @@ def _optimizer_helpers(path):
         gtp.checkpoint.load(path, other, fresh)
     for a, b in zip(sharded.parameters(), other.parameters(), strict=True):
         for key, value in optimizer.state[a].items():
-            assert torch.equal(value.detach(), fresh.state[b][key].detach()), key
+            assert torch.equal(local(value), local(fresh.state[b][key])), key
 
 
 def test_torchs_optimizer_state_dict_helpers(ranks, tmp_path):

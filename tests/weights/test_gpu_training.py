@@ -70,7 +70,7 @@ def train(transport, steps=6, dtype=torch.float32, delays=False, **options):
             for mine, reference in zip(sharded.parameters(), plain.parameters(), strict=True):
                 layout = getattr(mine, "layout", None)
                 if isinstance(mine, gtp.GTPWeight):
-                    mine.detach()[layout.valid_slice].copy_(reference[layout.shard_slice])
+                    mine.shard[layout.valid_slice].copy_(reference[layout.shard_slice])
                 else:
                     mine.copy_(reference)
     stats = runtime.stats()

@@ -70,7 +70,7 @@ def _every_row_count(alignment):
     for parameter in twins.sharded.parameters():
         if isinstance(parameter, gtp.GTPWeight):
             assert parameter.layout.shard_rows % alignment == 0
-            assert torch.count_nonzero(parameter.detach()[parameter.layout.valid_rows :]) == 0
+            assert torch.count_nonzero(parameter.shard[parameter.layout.valid_rows :]) == 0
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -112,7 +112,7 @@ def _padding_is_nobody(rows):
             torch.testing.assert_close(torch.linalg.vector_norm(weight.grad, order), wanted)
             torch.testing.assert_close(gtp.grad_norm(twins.sharded.parameters(), order), wanted)
         twins.update()
-    assert torch.count_nonzero(weight.detach()[weight.layout.valid_rows :]) == 0
+    assert torch.count_nonzero(weight.shard[weight.layout.valid_rows :]) == 0
     assert twins.runtime.report.num_parameters == rows * 8
     return weight.layout.shard_rows, weight.layout.shard_rows - weight.layout.valid_rows
 
@@ -127,7 +127,7 @@ def _padding_under_every_optimizer_and_loader():
     weight = twins.sharded.weight
     for step in range(5):
         twins.step(inputs(step, 3, 8))
-    padding = weight.detach()[weight.layout.valid_rows :]
+    padding = weight.shard[weight.layout.valid_rows :]
     assert padding.numel() == (0, 3 * 8)[rank()]
     with torch.no_grad():
         for write in (lambda: weight.fill_(2.0), lambda: weight.add_(1.0), lambda: torch._foreach_add_([weight], 1.0)):
