@@ -24,7 +24,7 @@ from gtp.megatron.surface import API, BOUND_AT_IMPORT, WRAPPED, WRAPPED_METHODS
 from gtp.ops.collective_backends import BackendName
 
 SUPPORTED: Final = ((0, 19), (0, 20))
-"""megatron-core versions from the first, below the second."""
+"""megatron-core versions from the first, below the second; 0.19.0 and 0.19.2 were tested."""
 
 _API: Final = "megatron.core.tensor_parallel.gtp_api"
 _INSTALLED: Final = "gtp_installation"  # the attribute of Megatron's module that remembers what was there before

@@ -1,7 +1,8 @@
 """Settings of Megatron that gtp does not serve, refused by name where they are first seen.
 
-Those of a model when its first weight is handed over, those of an optimizer when it is made: `WRAPPERS` stand before
-two functions that every optimizer of Megatron comes from.
+Those of a model when its first weight is handed over, layers that cannot work before the first forward computes
+anything, settings of an optimizer when it is made: `WRAPPERS` stand before two functions that every optimizer of
+Megatron comes from.
 """
 
 from __future__ import annotations
@@ -58,6 +59,21 @@ def refuse_settings(config: object) -> None:
         value = getattr(config, name, None)
         if value not in (None, False, "none"):
             raise UnsupportedError(f"{name}={value!r} with tensor_parallel_num_weight_shards: {why}")
+
+
+def refuse_layers(root: nn.Module) -> None:
+    """Checks the layers of a model that is built.
+
+    Raises:
+        UnsupportedError: one computes with weights that it asks nobody to gather. The message names it.
+    """
+    for name, module in root.named_modules():
+        fused = any(base.__name__ == "TEFusedMLP" for base in type(module).__mro__)
+        if fused and any(isinstance(p, MegatronGTPWeight) for p in module.parameters()):
+            raise UnsupportedError(
+                f"{name} is a {type(module).__name__}: its operations read the weights of its linears as they are "
+                "stored, and a rank stores a part. Build the layer spec with use_te_op_fuser=False"
+            )
 
 
 def _known_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:

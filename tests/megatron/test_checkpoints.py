@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import gtp
 import gtp.megatron
-from tests.megatron.training import Case, Job, environment
+from tests.megatron.training import Case, Job, environment, model_config
 
 DENSE = Case(alignment=16, gqa=True, bias=True, distributed_optimizer=True, clip=1.0)
 LAYOUTS = {
@@ -237,3 +237,52 @@ def test_resuming_changes_no_bit(ranks: Any, tmp_path: Path):
             assert losses[-1] != losses[2], name
             assert again == expected, name
             assert equal, name
+
+
+def delta_net() -> list[tuple[str, bool]]:
+    """Parts of a gated delta net's in_proj by Megatron's own description, each whole from both ranks' rows."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.ssm.gated_delta_net.common import _GDNBase
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    class Net(_GDNBase):
+        """What `sharded_state_dict` reads of it; the rest needs kernels."""
+
+        def __init__(self, config: Any) -> None:
+            torch.nn.Module.__init__(self)
+            self.in_proj = ColumnParallelLinear(
+                32, 24, config=config, init_method=config.init_method, bias=False, skip_bias_add=False
+            )
+            self.conv1d = torch.nn.Conv1d(12, 12, 2, groups=12, bias=False)
+            self.conv_bias, self.conv_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp = False, 12, 3, 6
+            self.in_proj_dim, self.tp_size = 24, 1
+            self.in_proj_split_sections, self.in_proj_split_names = (3, 3, 6, 6, 6), ["q", "k", "v", "z", "b"]
+
+    case = Case(gtp=2, alignment=8)
+    with environment(case):
+        net = Net(model_config(case))
+        metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+        tp_group = parallel_state.get_tensor_model_parallel_group()
+        entry = net.sharded_state_dict("net.", (), metadata, tp_group)["net.in_proj.weight"]
+        assert entry.data is net.in_proj.weight
+        full = net.in_proj.weight.full_tensor()
+        mine = [part for part in entry.build().values() if isinstance(part, ShardedTensor)]
+        parts = [(part.key, part.global_shape, part.global_offset, part.data) for part in mine]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, parts)
+    top, found = 0, []
+    for name, height in zip(net.in_proj_split_names, net.in_proj_split_sections, strict=True):
+        whole = torch.full((height, 32), float("nan"))
+        for key, shape, offset, data in (part for rank in everyone for part in rank):
+            if key == f"net.in_proj.weight.{name}":
+                assert shape == (height, 32)
+                whole[offset[0] : offset[0] + len(data)] = data
+        found.append((name, torch.equal(whole, full[top : top + height])))
+        top += height
+    return found
+
+
+def test_a_gated_delta_nets_in_proj_is_saved_in_its_parts(ranks: Any):
+    for found in ranks(2).run(delta_net):
+        assert found == [("q", True), ("k", True), ("v", True), ("z", True), ("b", True)]

@@ -84,6 +84,15 @@ def a_layer_that_multiplies_by_hand(case: Case) -> None:
     job.step(0)
 
 
+def a_fused_mlp(case: Case) -> None:
+    """As `use_te_op_fuser=True` builds it; what its forward would do does not matter."""
+    from megatron.core.transformer.mlp import MLP
+
+    (model,) = bare_models(case, model_config(case))
+    model.decoder.layers[1].mlp.__class__ = type("TEFusedMLP", (MLP,), {})
+    Job(case, [model]).step(0)
+
+
 def weights_read_like_tensors(case: Case) -> None:
     job = Job(case)
     job.chunks[0].module.output_layer.weight.sum()
@@ -132,6 +141,11 @@ REFUSALS: dict[str, tuple[Case, Callable[[Case], object], str]] = {
         Case(gtp=2),
         a_layer_that_multiplies_by_hand,
         r"UnsupportedError: .*'decoder\.layers\.0\.mlp\.linear_fc1\.weight': t needs the full weight \(80, 32\)",
+    ),
+    "fused_mlp": (
+        Case(gtp=2),
+        a_fused_mlp,
+        r"UnsupportedError: decoder\.layers\.1\.mlp is a TEFusedMLP: .*use_te_op_fuser=False",
     ),
     "like_a_tensor": (
         Case(gtp=2),
