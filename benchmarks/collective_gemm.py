@@ -2,6 +2,7 @@
 
     python -m benchmarks.collective_gemm                 every GPU of the host is a rank
     python -m benchmarks.collective_gemm --explore       the copy engine's settings as well
+    python -m benchmarks.collective_gemm --page          the table of docs/performance.md, from the result file
 
 Cases are the linears of Llama-3 8B and 70B. On fewer GPUs than a case's degree it is a simulation: each rank has the
 weights of that degree, and the activations travel between the ranks that there are. "gemm" is the same product of a
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -182,39 +184,68 @@ def run(device: torch.device, args: argparse.Namespace) -> None:
     """On every rank."""
     backends = backends_of(device)
     rows: list[dict[str, Any]] = []
-    rounds, iterations = (5, GRAPHED) if args.quick else (9, 2 * GRAPHED)
+    rounds = 5 if args.quick else 9
     for case in tiny_cases() if args.tiny else cases(args):
         if not common.wanted(case.name, args.cases):
             continue
         operands = Operands.make(case, device)
         check(operands, backends)
-        modes: dict[str, dict[str, Callable[[], object]]] = {
-            "forward": variants(torch.no_grad()(operands.forward), backends, args.explore),
-            "forward and backward": variants(operands.both, backends, args.explore),
-        }
-        if device.type == "cuda" and dist.get_backend() == "nccl":
-            for mode, steps in list(modes.items()):
-                modes[f"{mode}, graph"] = {name: graph_of(step, device, GRAPHED) for name, step in steps.items()}
-        for mode, steps in modes.items():
-            count = GRAPHED if "graph" in mode else 1
-            timings = common.interleave(steps, device, rounds=rounds, iterations=iterations // count)
-            for timing in timings.values():
-                timing.ms = [ms / count for ms in timing.ms]
-                timing.host_ms = [ms / count for ms in timing.host_ms]
-            eager = {} if "graph" in mode else steps
-            extra = {name: {"peak_bytes": common.peak_memory(step, device)} for name, step in eager.items()}
-            new = common.rows_of(case.name, mode, timings, reference="gemm", extra=extra)
-            unfused = next(row["ms"] for row in new if row["impl"] == "unfused")
-            for row in new:
-                products = 3 if "backward" in mode else 1
-                row["tflops"] = round(products * case.flops / row["ms"] / 1e9, 1)
-                row["speedup_over_unfused"] = round(unfused / row["ms"], 4)
-            rows += new
-            common.say(f"{case.name}: {mode}")
-            common.say(common.table(new, ["impl", "ms", "ms_min", "ms_max", "host_ms", "ratio", "tflops"]))
-        del operands, modes
+        graphs = device.type == "cuda" and dist.get_backend() == "nccl"
+        calls = {"forward": torch.no_grad()(operands.forward), "forward and backward": operands.both}
+        # the largest workspaces first: torch's moves when it grows, and leaves a graph that was captured before with
+        # memory that is gone
+        for backend in backends.values():
+            operands.both(backend)
+        for mode, call in calls.items():
+            steps = variants(call, backends, args.explore)
+            rows += timed(case, mode, steps, device, rounds, 1)
+            if graphs:
+                captured = {name: graph_of(step, device, GRAPHED) for name, step in steps.items()}
+                rows += timed(case, f"{mode}, graph", captured, device, rounds, GRAPHED)
+                del captured
+        del operands, calls, steps
     summary(rows)
     common.write("collective_gemm", device, rows, args)
+
+
+def timed(
+    case: Case, mode: str, steps: dict[str, Callable[[], object]], device: torch.device, rounds: int, count: int
+) -> list[dict[str, Any]]:
+    """Rows of one case and mode. Each step is `count` operations; samples are so long that a slow start is lost."""
+    gemm_ms = case.flops * (3 if "backward" in mode else 1) / 7e11
+    iterations = max(2, min(32, round(8 / gemm_ms))) // count or 1
+    timings = common.interleave(steps, device, rounds=rounds, iterations=iterations if device.type == "cuda" else 1)
+    for timing in timings.values():
+        timing.ms = [ms / count for ms in timing.ms]
+        timing.host_ms = [ms / count for ms in timing.host_ms]
+    eager = {} if count > 1 else steps
+    extra = {name: {"peak_bytes": common.peak_memory(step, device)} for name, step in eager.items()}
+    new = common.rows_of(case.name, mode, timings, reference="gemm", extra=extra)
+    unfused = next(row["ms"] for row in new if row["impl"] == "unfused")
+    for row in new:
+        products = 3 if "backward" in mode else 1
+        row["tflops"] = round(products * case.flops / row["ms"] / 1e9, 1)
+        row["speedup_over_unfused"] = round(unfused / row["ms"], 4)
+    common.say(f"{case.name}: {mode}")
+    common.say(common.table(new, ["impl", "ms", "ms_min", "ms_max", "host_ms", "ratio", "tflops"]))
+    return new
+
+
+def page(result: dict[str, Any]) -> str:
+    """The table of docs/performance.md: per case, the ratio to the GEMM alone, eager and graphed."""
+    names = {"unfused": "unfused", "symm_mem": "torch fused", "copy_engine": "copy engine"}
+    modes = ["forward", "forward, graph", "forward and backward", "forward and backward, graph"]
+    found = {(row["case"], row["mode"], row["impl"]): row for row in result["rows"]}
+    lines = ["| | mode | GEMM alone, ms | " + " | ".join(names.values()) + " | copy engine, ms (smallest to largest) |"]
+    lines.append("|---" * (len(names) + 4) + "|")
+    for case in dict.fromkeys(row["case"] for row in result["rows"]):
+        for mode in modes:
+            ratios = [f"{found[case, mode, name]['ratio']:.2f}" for name in names]
+            ours = found[case, mode, "copy_engine"]
+            spread = f"{ours['ms']:.3f} ({ours['ms_min']:.3f} to {ours['ms_max']:.3f})"
+            alone = f"{found[case, mode, 'gemm']['ms']:.3f}"
+            lines.append(f"| {case} | {mode} | {alone} | " + " | ".join(ratios) + f" | {spread} |")
+    return "\n".join(lines)
 
 
 def summary(rows: list[dict[str, Any]]) -> None:
@@ -243,7 +274,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=lambda s: [int(t) for t in s.split(",")], default=[2048, 8192])
     parser.add_argument("--degrees", type=lambda s: [int(t) for t in s.split(",")], default=[2])
     parser.add_argument("--explore", action="store_true", help="time other settings of the copy engine too")
-    common.launch(run, parser.parse_args())
+    parser.add_argument("--page", action="store_true", help="print the result file as the table of docs/performance.md")
+    args = parser.parse_args()
+    if args.page:
+        print(page(json.loads((args.out or common.RESULTS / "collective_gemm.json").read_text())))
+    else:
+        common.launch(run, args)
 
 
 if __name__ == "__main__":

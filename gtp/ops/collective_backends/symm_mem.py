@@ -1,15 +1,18 @@
 """`SymmMemBackend`: torch's fused operators over symmetric memory, `symm_mem::fused_all_gather_matmul` and its twin.
 
 The workspace is torch's own, one per process group, shared by everything that uses these operators over the group: two
-of them must not be in flight at once. They run on the current stream, one after the other, so they are not.
+of them must not be in flight at once. They run on the current stream, one after the other, so they are not. torch drops
+a workspace when a larger one is needed; those that a CUDA graph has the addresses of are kept here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._symmetric_memory import get_symm_mem_workspace
 
 from gtp.errors import GTPStateError, GTPValueError
 from gtp.ops.collective_backends.base import Factor, Gathering, GemmBackend
@@ -33,12 +36,11 @@ class SymmMemBackend(GemmBackend):
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, *, debug: bool = False) -> None:
         super().__init__(process_group, debug=debug)
-        from torch.distributed import _symmetric_memory
-
         self._group_name = process_group.group_name
+        self._captured: dict[int, Any] = {}  # by address; a handle keeps the memory of all ranks
         with torch.cuda.device(device):
             # set up now, where failure is clear, and not in the first layer's forward
-            _symmetric_memory.get_symm_mem_workspace(self._group_name, min_size=1 << 20)
+            get_symm_mem_workspace(self._group_name, min_size=1 << 20)
 
     def gather(self, rows: torch.Tensor, *, whole: bool = False, columns: bool = False) -> Gathering:
         self.agree("gather", rows.shape[0], rows.shape[1], rows.dtype)
@@ -77,7 +79,7 @@ class SymmMemBackend(GemmBackend):
             GTPStateError: torch's workspace would have to grow while a CUDA graph is captured.
         """
         try:
-            return call()
+            result = call()
         except RuntimeError as error:
             if torch.cuda.is_current_stream_capturing() and "workspace" in str(error):
                 raise GTPStateError(
@@ -86,6 +88,10 @@ class SymmMemBackend(GemmBackend):
                     "the capture"
                 ) from error
             raise
+        if torch.cuda.is_current_stream_capturing():
+            workspace = get_symm_mem_workspace(self._group_name, min_size=0)
+            self._captured[workspace.buffer_ptrs[self.rank]] = workspace
+        return result
 
 
 class _Gathering(Gathering):
