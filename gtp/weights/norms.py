@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,7 +13,6 @@ from gtp.errors import UnsupportedError
 from gtp.weights.shard_tensor import LocalShard
 
 _TENSOR_NAMES = ("input", "x", "A", "self")
-_INF = float("inf")
 
 
 def norm_of(values: torch.Tensor, order: float, dim: int | None = None) -> torch.Tensor:
@@ -24,10 +24,10 @@ def norm_of(values: torch.Tensor, order: float, dim: int | None = None) -> torch
     wide = torch.promote_types(values.dtype, torch.float32)
     if values.numel() == 0:
         return torch.zeros(() if dim is None else values.shape[1:], dtype=wide, device=values.device)
-    if order in (0.0, 1.0, 2.0, _INF):
+    if order in (0.0, 1.0, 2.0, math.inf):
         norm: torch.Tensor = torch.linalg.vector_norm(values, order, dim, dtype=wide)
         return norm
-    largest = torch.linalg.vector_norm(values, _INF, dim, dtype=wide)
+    largest = torch.linalg.vector_norm(values, math.inf, dim, dtype=wide)
     scale = torch.where(torch.isfinite(largest) & (largest > 0), largest, torch.ones_like(largest))
     scaled: torch.Tensor = torch.linalg.vector_norm(values.to(wide) / scale, order, dim)
     return scaled * scale

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from gtp.errors import GTPStateError, UnsupportedError
+from gtp.runtime.runtime import WHY_GRAPHS_BREAK
 
 
 def watch_parameters(root: nn.Module) -> None:
@@ -25,24 +26,25 @@ def watch_parameters(root: nn.Module) -> None:
     known = _look(views)
     objects = list(chain.from_iterable(views))  # alive, so that no later object gets an address of theirs
 
-    def check() -> None:
-        nonlocal views, known
+    def check(module: nn.Module) -> None:  # the root; not from outside, where it would make a cycle
+        nonlocal views, known, objects
         if torch._C._functorch.maybe_current_level() is not None:
             raise UnsupportedError(
-                f"{type(root).__name__} is sharded, and was called inside a transform of torch.func (grad, vmap, jvp, "
+                f"{type(module).__name__} is sharded, and was called inside a transform of torch.func (grad, vmap, "
                 "...), which does not carry gathers and reductions. Use torch.autograd (loss.backward(), "
                 "torch.autograd.grad), and a batch dimension in place of vmap; or transform the plain model"
             )
         now = _look(views)
         if now != known:
-            _require_known(root, {id(held) for held in objects})
-            views = _views(root)
+            _require_known(module, {id(held) for held in objects})
+            views = _views(module)
             known = _look(views)
+            objects = list(chain.from_iterable(views))
 
-    outside = torch.compiler.disable(check)
+    outside = torch.compiler.disable(check, reason=WHY_GRAPHS_BREAK)
 
     def before(module: nn.Module, args: Any) -> None:
-        outside()
+        outside(module)
 
     root.register_forward_pre_hook(before)
 
