@@ -31,6 +31,9 @@ from gtp.runtime.transport import Transport
 
 _log = logging.getLogger("gtp")
 
+# What torch.compile(fullgraph=True) shows a user.
+WHY_GRAPHS_BREAK = "gtp gathers weights and reduces gradients outside of graphs: compile without fullgraph=True"
+
 
 class GTPRuntime:
     """Gathers the weights of one model just in time and reduces their gradients.
@@ -138,7 +141,8 @@ class GTPRuntime:
 
         # Dynamo must not trace the bookkeeping. Decorated here and not at import, which would load Dynamo for
         # everybody.
-        enter, leave = torch.compiler.disable(self.enter_forward), torch.compiler.disable(self.exit_forward)
+        enter = torch.compiler.disable(self.enter_forward, reason=WHY_GRAPHS_BREAK)
+        leave = torch.compiler.disable(self.exit_forward, reason=WHY_GRAPHS_BREAK)
 
         def before(module: torch.nn.Module, args: Any) -> None:
             enter()
