@@ -24,7 +24,7 @@ import gtp
 from gtp.errors import GTPStateError, PeerError
 from gtp.modules import FeedForward, FusedSwiGLU
 from gtp.ops import GemmBackend, all_gather_linear, all_gather_linear_multi, gemm_backend, linear_reduce_scatter
-from gtp.ops.collective_backends import copy_engine
+from gtp.ops.collective_backends import auto, copy_engine
 from gtp.ops.collective_backends.copy_engine import CopyEngineBackend
 from gtp.testing.ranks import RankPool, RankPools, rank, subgroup
 from tests.modules.llama import Llama, batch
@@ -435,12 +435,25 @@ def test_c79_first_use_of_a_group(pair, name):
     pair.run(first_operation, name)
 
 
-def automatic() -> str:
-    return make("auto").name
+def automatic() -> tuple[str, list[bool]]:
+    device_of_rank()
+    backend = make("auto")
+    took = []
+    with mock.patch.object(auto, "multiply_then_scatter", wraps=auto.multiply_then_scatter) as by_collective:
+        for m in (64, 8192):
+            x, w = large(1, m, 4096), large(2, 4096, 4096)
+            before = by_collective.call_count
+            with torch.no_grad():
+                y = linear_reduce_scatter(x, w, backend=backend)
+                want = linear_reduce_scatter(x, w, backend=make("collective"))
+            took.append(by_collective.call_count > before)
+            assert relative(y, want) < 2.0**-7
+    return backend.name, took
 
 
 def test_auto(pair):
-    assert set(pair.run(automatic)) == {"copy_engine"}
+    """The copy engine; a collective for a reduce-scatter that is over before the host has queued the copies."""
+    assert pair.run(automatic, timeout=90) == [("auto", [True, False])] * 2
 
 
 def without_sharing() -> str:

@@ -267,6 +267,7 @@ def sum_not_average() -> torch.Tensor:
 
 
 def test_c68_sum_and_not_average(ranks):
+    """C68. Sums over ranks are sums; at 4 ranks see `test_exact_values_match_the_whole_layer`."""
     for y in ranks(2).run(sum_not_average):
         assert torch.equal(y, torch.full((3, 4), 30.0))
 
@@ -308,7 +309,7 @@ def test_c70_non_contiguous_operands(ranks):
 
 
 def test_c70_gradient_of_a_sum(ranks):
-    """`.sum().backward()` hands in an expanded gradient, all strides 0."""
+    """C70. `.sum().backward()` hands in an expanded gradient, all strides 0."""
     gather, scatter = ranks(2).run(run_collectives, False, True)[0]
     assert len(gather) == 4
     assert len(scatter) == 3
@@ -328,6 +329,7 @@ def last_dim() -> list[str]:
 
 
 def test_c71_last_dim_is_refused(ranks):
+    """C71. An error that names the dim."""
     for message in ranks(2).run(last_dim)[0]:
         assert "is the last dim of x (2, 3, 6)" in message
         assert "one of dims 0 to 1" in message
@@ -341,6 +343,7 @@ def rows_do_not_divide(rows: int) -> str:
 
 @pytest.mark.parametrize("world, rows", [(2, 7), (4, 6)])
 def test_c72_rows_that_do_not_divide(ranks, world, rows):
+    """C72. An error before any collective."""
     for message in ranks(world).run(rows_do_not_divide, rows):
         assert f"a sequence of {rows}" in message
         assert f"does not split over {world} ranks: pad it" in message
@@ -356,6 +359,7 @@ def no_rows(case: Case) -> None:
 
 
 def test_c72_no_rows(ranks):
+    """C72. Empty outputs and zero weight gradients on every rank."""
     ranks(2).run(no_rows, Case(sequence=0))
     ranks(4).run(no_rows, Case(ranks=4, sequence=0, bias=True))
 
@@ -375,6 +379,7 @@ def unequal_rows(kind: str, debug: bool) -> str:
 @pytest.mark.parametrize("debug", [False, True])
 @pytest.mark.parametrize("kind", ["gather", "scatter", "other op"])
 def test_c72_unequal_rows_are_an_error_on_every_rank(ranks, kind, debug):
+    """C72. And not a hang."""
     for message in ranks(2).run(unequal_rows, kind, debug, timeout=30):
         assert "disagree on the next collective GEMM" in message
         assert "rank 0: " in message
@@ -456,7 +461,7 @@ def cuda_backend(name: str) -> str:
 
 @pytest.mark.parametrize("name", ["symm_mem", "copy_engine"])
 def test_c79_no_fast_path_on_the_cpu(ranks, name):
-    """Refused at set-up; "auto" runs the collective backend and logs why."""
+    """C79. Refused at set-up; "auto" runs the collective backend and logs why."""
     for message in ranks(2).run(cuda_backend, name):
         assert f"tp_gemm_backend='{name}' cannot serve group" in message
         assert "cpu has no copy engines" in message

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gtp.errors import GTPStateError
-from gtp.ops.collective_backends import Factor, copy_engine
+from gtp.ops.collective_backends import Factor, auto, copy_engine
+from gtp.ops.collective_backends.auto import AutoBackend
 from gtp.ops.collective_backends.copy_engine import CopyEngineBackend
 from gtp.ops.peer import Handshake
 from tests.runtime.simulated_streams import Deadlock, FakeGroup, Graph, Machine, SimulatedDriver
@@ -271,7 +272,7 @@ def test_a_capture_that_would_grow_the_workspace_is_refused():
 
 
 def test_c77_graphs_stay_right_when_the_workspace_grows_after_their_capture():
-    """Their memory is kept; a larger eager call uses new memory."""
+    """C77. Their memory is kept; a larger eager call uses new memory."""
     with sizes(split=True):
         ranks = Ranks(2)
         ranks.scatter(1, 3, 4, [2])
@@ -308,6 +309,27 @@ def test_full_rows_must_be_announced():
     with ranks.on(0) as backend, backend.gather(torch.ones(2, 2)) as gathering:
         with pytest.raises(GTPStateError, match="was not started with whole=True"):
             gathering.full()
+
+
+def test_auto_takes_a_collective_for_small_reduce_scatters_in_eager_code_only():
+    """By the size of a product, so that all ranks decide alike; and never inside a graph."""
+    machine = Machine(2)
+    driver = SimulatedDriver(machine, 0)
+    group = FakeGroup("tp", range(2), 0)
+    backend = AutoBackend(group, CPU, driver=driver, make_arena=driver.make_arena)  # type: ignore[arg-type]
+    backend._agreement = None
+    small, large = [(torch.empty(4, 8), torch.empty(8, 6))], [(torch.empty(1 << 13, 4), torch.empty(4, 6))]
+    with (
+        mock.patch.object(auto, "EAGER_SCATTER_FLOP", 2.0 * 1000 * 4 * 6),
+        mock.patch.object(auto, "multiply_then_scatter", return_value="collective"),
+        mock.patch.object(CopyEngineBackend, "matmul_reduce_scatter", return_value="copies"),
+    ):
+        took = [backend.matmul_reduce_scatter(products) for products in (small, large, small * 400)]
+        # the eager call has made room for a graph: this is what a warm-up is for
+        assert backend._workspace.capacity >= 4 * 6 * 4
+        driver.begin_capture()
+        took.append(backend.matmul_reduce_scatter(small))
+    assert took == ["collective", "copies", "copies", "copies"]
 
 
 # --- the tests can fail

@@ -32,8 +32,9 @@ def gemm_backend(
 
     Args:
         backend: `"collective"`: a collective, then the GEMM; runs everywhere. `"symm_mem"`: torch's fused operators.
-            `"copy_engine"`: peer copies under a split GEMM. `"auto"`: the copy engine where it works, else collective.
-            A `GemmBackend` is returned as it is, if it is one of this group.
+            `"copy_engine"`: peer copies under a split GEMM. `"auto"`: where peer copies work, for each product what was
+            measured to be fastest (see `AutoBackend`), else `"collective"`. A `GemmBackend` is returned as it is, if it
+            is one of this group.
         group: The tensor-parallel group, or a 1-d mesh. None or a group of one rank: the GEMM alone, whatever the name.
         device: Where the activations will be. Default: the current CUDA device where there is one, else the CPU.
         debug: Compare every call with the other ranks' before it starts (see `Agreement`).
@@ -64,10 +65,14 @@ def gemm_backend(
     if backend == "collective":
         return CollectiveBackend(process_group, debug=debug)
     problem = _why_not(process_group, target)
-    if problem is None and backend != "symm_mem":
+    if problem is None and backend == "copy_engine":
         from gtp.ops.collective_backends.copy_engine import CopyEngineBackend
 
         return CopyEngineBackend(process_group, target, debug=debug, peer_timeout=peer_timeout)
+    if problem is None and backend == "auto":
+        from gtp.ops.collective_backends.auto import AutoBackend
+
+        return AutoBackend(process_group, target, debug=debug, peer_timeout=peer_timeout)
     if backend == "auto":
         _log.info("gtp: tp_gemm_backend='auto' runs 'collective' over %s: %s", process_group.group_name, problem)
         return CollectiveBackend(process_group, debug=debug)

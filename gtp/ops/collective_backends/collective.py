@@ -31,13 +31,7 @@ class CollectiveBackend(GemmBackend):
         return Gathered(self, full, work)
 
     def matmul_reduce_scatter(self, products: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        partial = sum_of_products(products)
-        rows = partial.shape[0] // self.size
-        self.agree("reduce-scatter", partial.shape[0], partial.shape[1], partial.dtype)
-        out = partial.new_empty(rows, partial.shape[1])
-        if out.numel():
-            dist.reduce_scatter_tensor(out, partial, op=dist.ReduceOp.SUM, group=self.process_group)
-        return out
+        return multiply_then_scatter(self, products)
 
 
 class SingleRankBackend(GemmBackend):
@@ -54,6 +48,16 @@ class SingleRankBackend(GemmBackend):
 
     def matmul_reduce_scatter(self, products: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         return sum_of_products(products)
+
+
+def multiply_then_scatter(backend: GemmBackend, products: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """`GemmBackend.matmul_reduce_scatter` by a GEMM and then a collective."""
+    partial = sum_of_products(products)
+    backend.agree("reduce-scatter", partial.shape[0], partial.shape[1], partial.dtype)
+    out = partial.new_empty(partial.shape[0] // backend.size, partial.shape[1])
+    if out.numel():
+        dist.reduce_scatter_tensor(out, partial, op=dist.ReduceOp.SUM, group=backend.process_group)
+    return out
 
 
 class Gathered(Gathering):
