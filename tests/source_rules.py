@@ -1,6 +1,6 @@
 """Reads the source of gtp without importing it: which module imports which, and what lives at module level.
 
-The order of rooms is the architecture (DESIGN: "the house"): a room imports only from rooms before it.
+The order of rooms, the folders of gtp/, is the architecture: a room imports only from rooms before it in `ROOMS`.
 """
 
 from __future__ import annotations
