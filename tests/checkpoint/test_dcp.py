@@ -83,7 +83,7 @@ def four(ranks, tmp_path_factory):
     return path
 
 
-def test_a_file_has_the_logical_shapes_and_no_padding(four):
+def test_a_file_has_the_logical_shapes_and_no_padding(four):  # C28
     assert chunks_of(four) == {
         "embedding.weight": ((10, 8), [(0, 10)]),
         "gate.weight": ((1, 8), [(0, 1)]),
@@ -102,7 +102,7 @@ def test_a_file_has_the_logical_shapes_and_no_padding(four):
     [((0, 1), ALIGNED), ((0, 1, 2), gtp.GTPConfig()), ((0,), gtp.GTPConfig(alignment=4)), ((0, 1, 2, 3), ALIGNED)],
     ids=["two", "three", "one", "four"],
 )
-def test_a_checkpoint_of_four_ranks_reshards(ranks, four, members, config):
+def test_a_checkpoint_of_four_ranks_reshards(ranks, four, members, config):  # C28
     ranks(4).run(_load, four, config, 100, members)
 
 
@@ -170,7 +170,7 @@ def _plain_of(sharded):
     return plain
 
 
-def test_with_replicas_each_row_and_each_replicated_tensor_is_written_once(ranks, tmp_path):
+def test_with_replicas_each_row_and_each_replicated_tensor_is_written_once(ranks, tmp_path):  # C30, C32
     path = str(tmp_path / "mesh")
     for extra in ranks(4).run(_save_on_mesh, path):
         # dicts without tensors come back as they were; DCP alone would make the keys strings
@@ -220,7 +220,7 @@ def _two_sets_of_ranks(path):
     gtp.checkpoint.load(f"{path}_stages", stage, strict=False)
 
 
-def test_different_weights_of_one_name_are_not_written_to_one_file(ranks, tmp_path):
+def test_different_weights_of_one_name_are_not_written_to_one_file(ranks, tmp_path):  # C32
     path = str(tmp_path / "sets")
     ranks(4).run(_two_sets_of_ranks, path)
     saved = dcp.FileSystemReader(path + "_stages").read_metadata().state_dict_metadata
@@ -258,7 +258,7 @@ def _refusals(path):
     assert torch.equal(wider.extra.weight.full_tensor(), kept)
 
 
-def test_what_does_not_fit_a_file_is_refused_before_anything_changes(ranks, tmp_path):
+def test_what_does_not_fit_a_file_is_refused_before_anything_changes(ranks, tmp_path):  # C28
     path = str(tmp_path / "file")
     ranks(2).run(_save, path, gtp.GTPConfig())
     ranks(2).run(_refusals, path)

@@ -86,7 +86,7 @@ def _broadcast(config):
     return seen
 
 
-def test_a_broadcast_load_never_puts_a_full_weight_on_another_rank(ranks):
+def test_a_broadcast_load_never_puts_a_full_weight_on_another_rank(ranks):  # C33
     first, *others = ranks(4).run(_broadcast, gtp.GTPConfig())
     assert max(full for _, full in first) > 0
     for seen in others:
@@ -162,7 +162,7 @@ def _names_and_shapes():
         gtp.load_full_state_dict(Net(), sent, broadcast_from_rank0=True)
 
 
-def test_what_does_not_fit_is_refused_on_every_rank(ranks):
+def test_what_does_not_fit_is_refused_on_every_rank(ranks):  # C33
     ranks(2).run(_names_and_shapes)
 
 
@@ -205,5 +205,5 @@ def _full_weights():
     assert_same_state(sharded, plain)
 
 
-def test_full_weights_can_be_read_and_changed(ranks):
+def test_full_weights_can_be_read_and_changed(ranks):  # C67
     ranks(2).run(_full_weights)

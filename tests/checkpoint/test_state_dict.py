@@ -113,7 +113,7 @@ def _shown():
         assert torch.equal(shown[name].full_tensor(), expected[name])
 
 
-def test_the_state_dict_shows_keys_order_shapes_and_dtypes_of_the_plain_model(ranks):
+def test_the_state_dict_shows_keys_order_shapes_and_dtypes_of_the_plain_model(ranks):  # C34
     ranks(2).run(_shown)
 
 
@@ -174,7 +174,7 @@ def _partial():
         sharded.load_state_dict({k: v for k, v in plain.state_dict().items() if k != "norm.weight"})
 
 
-def test_partial_and_strict_loads_behave_as_in_torch(ranks):
+def test_partial_and_strict_loads_behave_as_in_torch(ranks):  # C34
     ranks(2).run(_partial)
 
 
