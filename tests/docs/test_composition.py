@@ -26,6 +26,7 @@ from tests.megatron.test_parity import (
     measured,
     norm_bound,
 )
+from tests.ops import collective_cells
 
 PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
 
@@ -48,6 +49,14 @@ order: losses, around 4.5, may then differ by {order:.0e} (one unit in the last 
 TP tensor, SP sequence, CP context, PP pipeline (1F1B), EP expert parallel, DP replicas, EGTP the experts' own GTP axis.
 """
 
+COLLECTIVE_HEAD = """
+## Collective GEMMs of tensor parallelism
+
+Per `tp_gemm_backend`: a test shows that it works, or that it is **refused** with an error. A dot: no test. Those of `symm_mem`
+and `copy_engine` need a GPU, which ranks may share. From `tests/ops/collective_cells.py`.
+
+"""
+
 REST = """
 ## Plain PyTorch
 
@@ -59,7 +68,6 @@ REST = """
 | `torch.autograd.grad` with respect to sharded weights | `tests/weights/test_autograd_grad.py` |
 | DCP checkpoints over 4, 3, 2 and 1 ranks and the plain model; bit-exact resumption | `tests/checkpoint/` |
 | Muon equal to the unsharded one | `tests/optim/test_muon.py` |
-| collective GEMMs and TP blocks at 2 and 4 ranks, TP x GTP | `tests/ops/test_collective_linear.py`, `tests/modules/test_tensor_parallel.py` |
 | whole steps in a CUDA graph, layers graphed one by one, one rank late (GPU) | `tests/runtime/test_copy_engine.py`, `tests/weights/test_gpu_training.py` |
 
 ## Refused, each by a test
@@ -88,11 +96,25 @@ def _shown(cell: Cell | None, value: tuple[str, str] | None) -> str:
     return f"{loss if cell.bound else f'**{loss}**'} / {norm}"
 
 
+def collective_table() -> str:
+    """One line per feature, one column per backend of the collective GEMMs."""
+    lines = ["| |" + "|".join(collective_cells.BACKENDS) + "|", "|---" * (len(collective_cells.BACKENDS) + 1) + "|"]
+    for feature, cells in collective_cells.CELLS.items():
+        shown = [
+            "·" if cell is None else f"{'**refused**: ' if cell.refused else ''}`{cell.test}`"
+            for cell in cells.values()
+        ]
+        lines.append(f"| {feature} |" + "|".join(shown) + "|")
+    return "\n".join(lines) + "\n"
+
+
 def page(values: Values) -> str:
     return (
         HEAD.format(order=ORDER, norm=NORM, norms=2 * ORDER)
         + table(ROWS, COLUMNS, CELLS, values)
         + table(EXPERT_ROWS, EXPERT_COLUMNS, EXPERT_CELLS, values)
+        + COLLECTIVE_HEAD
+        + collective_table()
         + REST
     )
 
@@ -122,6 +144,17 @@ def test_the_page_shows_every_cell_within_what_the_tests_allow():
         assert norm <= norm_bound(cell), key
     # and nothing else on the page was written by hand
     assert text == page(values), "run python -m tests.docs.test_composition"
+
+
+def test_every_collective_gemm_cell_names_a_test_of_its_backend():
+    for feature, cells in collective_cells.CELLS.items():
+        for backend, cell in cells.items():
+            if cell is None:
+                continue
+            text = (PAGE.parents[1] / cell.file).read_text()
+            assert f"\ndef {cell.test}(" in text, (feature, backend)
+            # the fused backends run on a GPU only: elsewhere they can be refused, or meet one rank
+            assert cell.file == collective_cells.GPU or backend == "collective" or cell.refused or feature == "TP 1"
 
 
 def measure_all() -> Values:
