@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from gtp.errors import UnsupportedError
+from gtp.runtime.backward import NO_TASK, backward_task
 from gtp.runtime.capture import current_capture
 from gtp.runtime.held import HeldGradient
 from gtp.runtime.transport import Transport
@@ -71,6 +72,7 @@ class ReplicatedGradients:
         self._on_gradient = on_gradient
         self._entries: list[_Replicated] = []
         self._frozen: list[_Replicated] = []  # autograd hooks want a parameter that requires grad
+        self._task, self._task_returns = NO_TASK, False
         self.accumulate_only = False
 
     def add(self, name: str, parameter: torch.nn.Parameter, process_groups: Sequence[dist.ProcessGroup]) -> None:
@@ -149,7 +151,10 @@ class ReplicatedGradients:
                 f"{entry.name}: its gradient is sparse ({grad.layout}), and gradients of a sharded model are reduced "
                 "dense. Build the module with sparse=False"
             )
-        if _is_returned(parameter):
+        task = backward_task()
+        if task != self._task:  # asking takes long, and what a backward does with one leaf it does with all
+            self._task, self._task_returns = task, _is_returned(parameter)
+        if self._task_returns:
             return self._returned(entry, grad)
         self._on_gradient()
         first = not entry.arrived
@@ -230,7 +235,7 @@ class ReplicatedGradients:
 
 
 def _is_returned(parameter: torch.nn.Parameter) -> bool:
-    """Whether the running backward is a `torch.autograd.grad` that asks for this very parameter."""
+    """Whether the running backward is a `torch.autograd.grad`, in which only parameters that it asks for arrive."""
     try:
         torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
     except RuntimeError:  # torch's answer for a leaf that it was asked for
