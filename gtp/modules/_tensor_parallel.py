@@ -6,7 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Final, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -43,8 +43,7 @@ def tp_backend(
             # Python shows a warning once for the line that caused it, so a stack of layers says it once
             warnings.warn(
                 f"{module}: tp_gemm_backend={tp_gemm_backend!r} has nothing to do at tensor-parallel degree 1; the "
-                "plain "
-                "linear runs",
+                "plain linear runs",
                 stacklevel=2,
                 skip_file_prefixes=(_PACKAGE,),
             )
@@ -57,6 +56,77 @@ def tp_backend(
             "tensor-parallel linear"
         )
     return backend
+
+
+class TPOptions(TypedDict, total=False):
+    """What every tensor-parallel module takes by name: the arguments of `TensorParallelModule`."""
+
+    tp_group: GroupOrMesh | None
+    tp_gemm_backend: BackendName | GemmBackend
+    sequence_parallel: bool
+    sequence_dim: int
+    init_method: Init | None
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class TensorParallelModule(nn.Module):
+    """What the tensor-parallel modules have in common.
+
+    Args:
+        tp_group: The tensor-parallel group or a 1-d mesh. None: one rank.
+        tp_gemm_backend: How collectives and GEMMs go together, see `gtp.ops.gemm_backend`. Give all modules of a model
+            one backend object where it owns a workspace. At one rank the stock linear runs, and a backend asked for by
+            name is mentioned in a warning.
+        sequence_parallel: Must be True with more than one rank.
+        sequence_dim: Which dim of 3-d activations is the sequence: 1 for `[batch, sequence, features]`, 0 for
+            `[sequence, batch, features]`, which moves less data. 2-d activations are `[tokens, features]`.
+        init_method: Fills a whole weight `[out features, in features]` in place. Default: that of `nn.Linear`, so the
+            same seed gives the same layer as `nn.Linear` at every number of ranks.
+        device, dtype: Of the parameters.
+
+    Attributes:
+        backend: Moves the activations; knows the group.
+
+    Raises:
+        GTPValueError: sequence parallelism is off, or the backend cannot serve this group and device.
+    """
+
+    def __init__(
+        self,
+        *,
+        tp_group: GroupOrMesh | None = None,
+        tp_gemm_backend: BackendName | GemmBackend = "auto",
+        sequence_parallel: bool = True,
+        sequence_dim: int = 1,
+        init_method: Init | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.backend = tp_backend(
+            type(self).__name__, tp_group, tp_gemm_backend, sequence_parallel=sequence_parallel, device=device
+        )
+        self.sequence_dim = sequence_dim
+        self.init_method: Init = kaiming if init_method is None else init_method
+        self._device = device
+        self._dtype = dtype
+
+    def part_of(self, what: str, count: int) -> int:
+        """This rank's share of `count`, which an error calls `what`."""
+        return part_of(type(self).__name__, what, count, self.backend)
+
+    def new_parameter(self, *shape: int) -> nn.Parameter:
+        """Uninitialized, where and as the constructor was told."""
+        return nn.Parameter(torch.empty(shape, device=self._device, dtype=self._dtype))
+
+    def inner(self, options: TPOptions) -> TPOptions:
+        """The options for a module inside this one: the same, and the same backend."""
+        return {**options, "tp_gemm_backend": self.backend}
+
+    def dim_of(self, x: torch.Tensor) -> int:
+        """Where the sequence of `x` is. A matrix of activations is rows of one sequence."""
+        return 0 if x.ndim == 2 else self.sequence_dim
 
 
 def part_of(module: str, what: str, count: int, backend: GemmBackend) -> int:
@@ -107,11 +177,6 @@ def chunk(backend: GemmBackend, dim: int) -> Callable[[torch.Tensor], torch.Tens
     return lambda full: full.chunk(backend.size, dim)[backend.rank]
 
 
-def sequence_dim_of(x: torch.Tensor, sequence_dim: int) -> int:
-    """A matrix of activations is rows of one sequence; otherwise the module's own setting says."""
-    return 0 if x.ndim == 2 else sequence_dim
-
-
 def check_bias(module: str, bias: bool, backend: GemmBackend) -> None:
     """A bias of a column-parallel layer is added inside the GEMM.
 
@@ -138,7 +203,7 @@ def sum_gradients_over_tp(parameters: Iterable[nn.Parameter], tp_group: GroupOrM
 
     Norms between the parallel linears see only the tokens of this rank, so what autograd gives them is a part of the
     gradient. The parallel linears' own parameters, biases included, need none of this. One all-reduce per parameter and
-    backward, before the gradient is accumulated, and before `gtp.shard_model` reduces it over its own axes.
+    backward, before the gradient is accumulated. `gtp.shard_model` reduces it over its own axes before that.
 
     Not for weights that `gtp.shard_model` shards: their gradients do not pass through autograd. An embedding or a head
     is best used outside of the split sequence: see `gtp.ops.split_sequence` and `gtp.ops.gather_sequence`. Nor for

@@ -6,34 +6,27 @@ and three backward. `FeedForward` has three weights. `FusedSwiGLU` has gate and 
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from gtp.modules._fused import FusedParameters, Part
-from gtp.modules._tensor_parallel import (
-    GroupOrMesh,
-    Init,
-    chunk,
-    draw,
-    kaiming,
-    part_of,
-    sequence_dim_of,
-    tp_backend,
-)
+from gtp.modules._tensor_parallel import TensorParallelModule, TPOptions, chunk, draw
 from gtp.modules.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from gtp.ops.collective_backends import BackendName, GemmBackend
 from gtp.ops.collective_linear import all_gather_linear, all_gather_linear_multi
 from gtp.ops.swiglu import silu_and_mul, silu_and_mul_pairs
 from gtp.protocol import is_distributed_weight
 
 
-def swiglu_feed_forward(dim: int, hidden_dim: int, *, fused: bool, **arguments: object) -> FeedForward | FusedSwiGLU:
+def swiglu_feed_forward(
+    dim: int, hidden_dim: int, *, fused: bool, **options: Unpack[TPOptions]
+) -> FeedForward | FusedSwiGLU:
     """`FusedSwiGLU` if `fused`, else `FeedForward`; both with the collective GEMMs that `tp_gemm_backend` asks for."""
-    return (FusedSwiGLU if fused else FeedForward)(dim, hidden_dim, **arguments)  # type: ignore[arg-type]
+    return (FusedSwiGLU if fused else FeedForward)(dim, hidden_dim, **options)
 
 
-class FeedForward(nn.Module):
+class FeedForward(TensorParallelModule):
     """SwiGLU with three weights; gate and up share one gather of the sequence.
 
     Children: `w1` (gate) and `w3` (up), `ColumnParallelLinear` without bias, of which only the weights are used here;
@@ -42,8 +35,7 @@ class FeedForward(nn.Module):
     Args:
         dim: In and out features.
         hidden_dim: Features between; a multiple of the number of tensor-parallel ranks, like `dim`.
-        tp_group, tp_gemm_backend, sequence_parallel, sequence_dim, init_method, device, dtype: As in
-            `ColumnParallelLinear`.
+        options: As in `ColumnParallelLinear`.
 
     Raises:
         GTPValueError: features that do not split, sequence parallelism off, a backend that cannot serve.
@@ -53,34 +45,16 @@ class FeedForward(nn.Module):
         self,
         dim: int,
         hidden_dim: int,
-        *,
-        tp_group: GroupOrMesh | None = None,
-        tp_gemm_backend: BackendName | GemmBackend = "auto",
-        sequence_parallel: bool = True,
-        sequence_dim: int = 1,
-        init_method: Init | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[TPOptions],
     ) -> None:
-        super().__init__()
-        who = type(self).__name__
-        self.backend = tp_backend(who, tp_group, tp_gemm_backend, sequence_parallel=sequence_parallel, device=device)
-        part_of(who, "dim", dim, self.backend)
-        part_of(who, "hidden_dim", hidden_dim, self.backend)
-        self.sequence_dim = sequence_dim
-
-        def column() -> ColumnParallelLinear:
-            return ColumnParallelLinear(
-                dim, hidden_dim, bias=False, tp_group=tp_group, tp_gemm_backend=self.backend, sequence_dim=sequence_dim,
-                init_method=init_method, device=device, dtype=dtype,
-            )  # fmt: skip
-
+        super().__init__(**options)
+        self.part_of("dim", dim)
+        self.part_of("hidden_dim", hidden_dim)
+        inner = self.inner(options)
         # in this order, the same seed gives the same weights as FusedSwiGLU
-        self.w1, self.w3 = column(), column()
-        self.w2 = RowParallelLinear(
-            hidden_dim, dim, bias=False, tp_group=tp_group, tp_gemm_backend=self.backend, sequence_dim=sequence_dim,
-            init_method=init_method, device=device, dtype=dtype,
-        )  # fmt: skip
+        self.w1 = ColumnParallelLinear(dim, hidden_dim, bias=False, **inner)
+        self.w3 = ColumnParallelLinear(dim, hidden_dim, bias=False, **inner)
+        self.w2 = RowParallelLinear(hidden_dim, dim, bias=False, **inner)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` and result: `[..., dim]` with 1/R of the sequence."""
@@ -91,13 +65,13 @@ class FeedForward(nn.Module):
                 x,
                 [self.w1.weight, self.w3.weight],
                 backend=self.backend,
-                sequence_dim=sequence_dim_of(x, self.sequence_dim),
+                sequence_dim=self.dim_of(x),
             )
         y: torch.Tensor = self.w2(silu_and_mul(gate, up))
         return y
 
 
-class FusedSwiGLU(FusedParameters):
+class FusedSwiGLU(FusedParameters, TensorParallelModule):
     """SwiGLU with gate and up in one weight, so that they are one GEMM and one gather under tensor and weight sharding.
 
     Parameters: `w13` `[hidden_dim / R, 2, dim]`, gate at index 0 of dim 1, up at index 1. A split of dim 0 splits both
@@ -114,30 +88,16 @@ class FusedSwiGLU(FusedParameters):
         self,
         dim: int,
         hidden_dim: int,
-        *,
-        tp_group: GroupOrMesh | None = None,
-        tp_gemm_backend: BackendName | GemmBackend = "auto",
-        sequence_parallel: bool = True,
-        sequence_dim: int = 1,
-        init_method: Init | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[TPOptions],
     ) -> None:
-        super().__init__()
-        who = type(self).__name__
-        self.backend = tp_backend(who, tp_group, tp_gemm_backend, sequence_parallel=sequence_parallel, device=device)
-        part_of(who, "dim", dim, self.backend)
-        rows = part_of(who, "hidden_dim", hidden_dim, self.backend)
+        super().__init__(**options)
+        self.part_of("dim", dim)
+        rows = self.part_of("hidden_dim", hidden_dim)
         self.dim = dim
         self.hidden_dim = hidden_dim
-        self.sequence_dim = sequence_dim
-        self.init_method = kaiming if init_method is None else init_method
-        self.w13 = nn.Parameter(torch.empty(rows, 2, dim, device=device, dtype=dtype))
+        self.w13 = self.new_parameter(rows, 2, dim)
         self.reset_parameters()
-        self.w2 = RowParallelLinear(
-            hidden_dim, dim, bias=False, tp_group=tp_group, tp_gemm_backend=self.backend, sequence_dim=sequence_dim,
-            init_method=init_method, device=device, dtype=dtype,
-        )  # fmt: skip
+        self.w2 = RowParallelLinear(hidden_dim, dim, bias=False, **self.inner(options))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -162,8 +122,7 @@ class FusedSwiGLU(FusedParameters):
         if self.backend.size == 1 and not is_distributed_weight(self.w13):
             y13 = F.linear(x, self.w13.flatten(0, 1))
         else:
-            dim = sequence_dim_of(x, self.sequence_dim)
-            y13 = all_gather_linear(x, self.w13, backend=self.backend, sequence_dim=dim)
+            y13 = all_gather_linear(x, self.w13, backend=self.backend, sequence_dim=self.dim_of(x))
         y: torch.Tensor = self.w2(silu_and_mul_pairs(y13.unflatten(-1, (-1, 2))))
         return y
 

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 from torch import nn
 
 from gtp.errors import GTPValueError
 from gtp.modules._fused import FusedParameters, Part
-from gtp.modules._tensor_parallel import (
-    GroupOrMesh,
-    Init,
-    check_bias,
-    draw,
-    draw_bias,
-    kaiming,
-    part_of,
-    sequence_dim_of,
-    tp_backend,
-)
+from gtp.modules._tensor_parallel import TensorParallelModule, TPOptions, check_bias, draw, draw_bias
 from gtp.ops import linear
-from gtp.ops.collective_backends import BackendName, GemmBackend
 from gtp.ops.collective_linear import all_gather_linear
 
 
-class FusedQKVLinear(FusedParameters):
+class FusedQKVLinear(FusedParameters, TensorParallelModule):
     """Queries, keys and values of one input, with one gather of the sequence and one GEMM.
 
     Heads are split over the R tensor-parallel ranks by key-value head, each with the G = num_heads / num_kv_heads query
@@ -44,8 +35,7 @@ class FusedQKVLinear(FusedParameters):
             `num_heads`.
         head_dim: Default: hidden_size / num_heads.
         bias: Whether there is one.
-        tp_group, tp_gemm_backend, sequence_parallel, sequence_dim, device, dtype: As in `ColumnParallelLinear`.
-        init_method: Fills each projection's whole weight in place, queries first. Default: that of `nn.Linear`, so the
+        options: As in `ColumnParallelLinear`. `init_method` fills each projection's whole weight, queries first, so the
             same seed gives the same layer as three `nn.Linear`s.
 
     Raises:
@@ -59,18 +49,10 @@ class FusedQKVLinear(FusedParameters):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         bias: bool = False,
-        *,
-        tp_group: GroupOrMesh | None = None,
-        tp_gemm_backend: BackendName | GemmBackend = "auto",
-        sequence_parallel: bool = True,
-        sequence_dim: int = 1,
-        init_method: Init | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[TPOptions],
     ) -> None:
-        super().__init__()
+        super().__init__(**options)
         who = type(self).__name__
-        self.backend = tp_backend(who, tp_group, tp_gemm_backend, sequence_parallel=sequence_parallel, device=device)
         self.hidden_size = hidden_size
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -81,16 +63,14 @@ class FusedQKVLinear(FusedParameters):
                 f"{who}: hidden_size={hidden_size} does not split into {num_heads} heads: give head_dim"
             )
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
-        part_of(who, "hidden_size", hidden_size, self.backend)
-        self.kv_heads_here = part_of(who, "num_kv_heads", self.num_kv_heads, self.backend)
+        self.part_of("hidden_size", hidden_size)
+        self.kv_heads_here = self.part_of("num_kv_heads", self.num_kv_heads)
         check_bias(who, bias, self.backend)
         self.group = num_heads // self.num_kv_heads
-        self.sequence_dim = sequence_dim
-        self.init_method = kaiming if init_method is None else init_method
         rows = self.kv_heads_here * (self.group + 2) * self.head_dim
-        self.weight = nn.Parameter(torch.empty(rows, hidden_size, device=device, dtype=dtype))
+        self.weight = self.new_parameter(rows, hidden_size)
         self.bias: nn.Parameter | None
-        self.register_parameter("bias", nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None)
+        self.register_parameter("bias", self.new_parameter(rows) if bias else None)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -141,8 +121,7 @@ class FusedQKVLinear(FusedParameters):
         if self.backend.size == 1:
             y = linear(x, self.weight, self.bias)
         else:
-            dim = sequence_dim_of(x, self.sequence_dim)
-            y = all_gather_linear(x, self.weight, self.bias, backend=self.backend, sequence_dim=dim)
+            y = all_gather_linear(x, self.weight, self.bias, backend=self.backend, sequence_dim=self.dim_of(x))
         heads = y.unflatten(-1, (self.kv_heads_here, self.group + 2, self.head_dim))
         q, k, v = heads.split((self.group, 1, 1), dim=-2)
         return q.flatten(-3, -2), k.squeeze(-2), v.squeeze(-2)

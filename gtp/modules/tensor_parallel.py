@@ -2,28 +2,65 @@
 
 from __future__ import annotations
 
+from typing import ClassVar, Unpack
+
 import torch
 from torch import nn
 
 from gtp.modules._tensor_parallel import (
-    GroupOrMesh,
-    Init,
+    TensorParallelModule,
+    TPOptions,
     check_bias,
     chunk,
     describe,
     draw,
     draw_bias,
-    kaiming,
-    part_of,
-    sequence_dim_of,
-    tp_backend,
 )
 from gtp.ops import linear
-from gtp.ops.collective_backends import BackendName, GemmBackend
 from gtp.ops.collective_linear import all_gather_linear, linear_reduce_scatter
 
 
-class ColumnParallelLinear(nn.Module):
+class _ParallelLinear(TensorParallelModule):
+    """A linear layer whose weight, and with its rows the bias, is split along one dim. Drawn whole, then cut."""
+
+    _split_dim: ClassVar[int]
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, **options: Unpack[TPOptions]) -> None:
+        super().__init__(**options)
+        self.in_features = in_features
+        self.out_features = out_features
+        rows, columns = self._shape_here()
+        self.weight = self.new_parameter(rows, columns)
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", self.new_parameter(rows) if bias else None)
+        self.reset_parameters()
+
+    def _shape_here(self) -> tuple[int, int]:
+        """Of this rank's weight.
+
+        Raises:
+            GTPValueError: features that do not split.
+        """
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws the whole layer, in the order of `nn.Linear`, and keeps this rank's part."""
+        shape = (self.out_features, self.in_features)
+        self.weight.copy_(draw(self.weight, shape, self.init_method, chunk(self.backend, self._split_dim)))
+        if self.bias is not None:
+            part = chunk(self.backend, 0) if self._split_dim == 0 else lambda full: full
+            self.bias.copy_(draw_bias(self.bias, self.out_features, self.in_features, part))
+
+    def weight_groups(self) -> list[list[str]]:
+        """Names of the parameters that may be sharded, in the groups that are gathered together."""
+        return [["weight"]]
+
+    def extra_repr(self) -> str:
+        return describe(self.in_features, self.out_features, self.bias is not None, self.backend)
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """`y = x W^T + b` with the out features split: gathers the sequence, gives this rank's features.
 
     Parameters: `weight` `[out_features / R, in_features]`, `bias` `[out_features / R]`; R tensor-parallel ranks. Either
@@ -32,62 +69,22 @@ class ColumnParallelLinear(nn.Module):
     Args:
         in_features, out_features: Of the whole layer.
         bias: Whether there is one.
-        tp_group: The tensor-parallel group or a 1-d mesh. None: one rank.
-        tp_gemm_backend: How the gather and the GEMM go together, see `gtp.ops.gemm_backend`. Give all modules of a
-        model
-            one backend object where it owns a workspace. At one rank the stock linear runs, and a backend asked for by
-            name is mentioned in a warning.
-        sequence_parallel: Must be True with more than one rank.
-        sequence_dim: Which dim of 3-d activations is the sequence: 1 for `[batch, sequence, features]`, 0 for
-            `[sequence, batch, features]`, which moves less data. 2-d activations are `[tokens, features]`.
-        init_method: Fills the whole weight `[out_features, in_features]` in place. Default: that of `nn.Linear`, so the
-            same seed gives the same layer as `nn.Linear` at every R.
-        device, dtype: Of the parameters.
+        options: `tp_group`, `tp_gemm_backend`, `sequence_parallel`, `sequence_dim`, `init_method`, `device`, `dtype`:
+            see `TensorParallelModule`.
 
     Raises:
         GTPValueError: features that do not split, sequence parallelism off, a backend that cannot serve.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        tp_group: GroupOrMesh | None = None,
-        tp_gemm_backend: BackendName | GemmBackend = "auto",
-        sequence_parallel: bool = True,
-        sequence_dim: int = 1,
-        init_method: Init | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        who = type(self).__name__
-        self.backend = tp_backend(who, tp_group, tp_gemm_backend, sequence_parallel=sequence_parallel, device=device)
-        part_of(who, "in_features", in_features, self.backend)  # backward gathers them in parts
-        rows = part_of(who, "out_features", out_features, self.backend)
-        check_bias(who, bias, self.backend)
-        self.in_features = in_features
-        self.out_features = out_features
-        self.sequence_dim = sequence_dim
-        self.init_method = kaiming if init_method is None else init_method
-        self.weight = nn.Parameter(torch.empty(rows, in_features, device=device, dtype=dtype))
-        self.bias: nn.Parameter | None
-        self.register_parameter("bias", nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None)
-        self.reset_parameters()
+    _split_dim = 0
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draws the whole layer, in the order of `nn.Linear`, and keeps this rank's rows."""
-        part = chunk(self.backend, 0)
-        self.weight.copy_(draw(self.weight, (self.out_features, self.in_features), self.init_method, part))
-        if self.bias is not None:
-            self.bias.copy_(draw_bias(self.bias, self.out_features, self.in_features, part))
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, **options: Unpack[TPOptions]) -> None:
+        super().__init__(in_features, out_features, bias, **options)
+        check_bias(type(self).__name__, bias, self.backend)
 
-    def weight_groups(self) -> list[list[str]]:
-        """Names of the parameters that may be sharded, in the groups that are gathered together."""
-        return [["weight"]]
+    def _shape_here(self) -> tuple[int, int]:
+        self.part_of("in_features", self.in_features)  # backward gathers them in parts
+        return self.part_of("out_features", self.out_features), self.in_features
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """
@@ -99,59 +96,23 @@ class ColumnParallelLinear(nn.Module):
         """
         if self.backend.size == 1:
             return linear(x, self.weight, self.bias)
-        dim = sequence_dim_of(x, self.sequence_dim)
-        return all_gather_linear(x, self.weight, self.bias, backend=self.backend, sequence_dim=dim)
-
-    def extra_repr(self) -> str:
-        return describe(self.in_features, self.out_features, self.bias is not None, self.backend)
+        return all_gather_linear(x, self.weight, self.bias, backend=self.backend, sequence_dim=self.dim_of(x))
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_ParallelLinear):
     """`y = x W^T + b` with the in features split: sums over the ranks, gives this rank's part of the sequence.
 
     Parameters: `weight` `[out_features, in_features / R]`; `bias` `[out_features]`, the same on all ranks, with its
     whole gradient on each. Arguments and errors as in `ColumnParallelLinear`.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        tp_group: GroupOrMesh | None = None,
-        tp_gemm_backend: BackendName | GemmBackend = "auto",
-        sequence_parallel: bool = True,
-        sequence_dim: int = 1,
-        init_method: Init | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        who = type(self).__name__
-        self.backend = tp_backend(who, tp_group, tp_gemm_backend, sequence_parallel=sequence_parallel, device=device)
-        columns = part_of(who, "in_features", in_features, self.backend)
-        self.in_features = in_features
-        self.out_features = out_features
-        self.sequence_dim = sequence_dim
-        self.init_method = kaiming if init_method is None else init_method
-        self.weight = nn.Parameter(torch.empty(out_features, columns, device=device, dtype=dtype))
-        self.bias: nn.Parameter | None
-        one = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
-        self.register_parameter("bias", one)
-        self.reset_parameters()
+    _split_dim = 1
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draws the whole layer, in the order of `nn.Linear`, and keeps this rank's columns."""
-        part = chunk(self.backend, 1)
-        self.weight.copy_(draw(self.weight, (self.out_features, self.in_features), self.init_method, part))
-        if self.bias is not None:
-            self.bias.copy_(draw_bias(self.bias, self.out_features, self.in_features, lambda full: full))
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, **options: Unpack[TPOptions]) -> None:
+        super().__init__(in_features, out_features, bias, **options)
 
-    def weight_groups(self) -> list[list[str]]:
-        """Names of the parameters that may be sharded, in the groups that are gathered together."""
-        return [["weight"]]
+    def _shape_here(self) -> tuple[int, int]:
+        return self.out_features, self.part_of("in_features", self.in_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """
@@ -163,8 +124,4 @@ class RowParallelLinear(nn.Module):
         """
         if self.backend.size == 1:
             return linear(x, self.weight, self.bias)
-        dim = sequence_dim_of(x, self.sequence_dim)
-        return linear_reduce_scatter(x, self.weight, self.bias, backend=self.backend, sequence_dim=dim)
-
-    def extra_repr(self) -> str:
-        return describe(self.in_features, self.out_features, self.bias is not None, self.backend)
+        return linear_reduce_scatter(x, self.weight, self.bias, backend=self.backend, sequence_dim=self.dim_of(x))

@@ -225,8 +225,9 @@ GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
 
 @pytest.mark.parametrize("fused, frozen", [(False, None), (True, None), (False, "w3.weight"), (False, "w2.weight")])
 def test_c74_swiglu_shares_one_gather(ranks, fused, frozen):
-    """Fused SwiGLU and collective GEMMs, both, whichever is asked for: 1 gather and 1 reduce-scatter forward. Backward:
-    w2's gradient gathered, x gathered for the wgrads, x's gradient scattered; no more with a frozen branch."""
+    """C74. Fused SwiGLU and collective GEMMs, both, whichever is asked for: 1 gather and 1 reduce-scatter forward.
+    Backward: w2's gradient gathered, x gathered for the wgrads, x's gradient scattered; no more with a frozen branch.
+    """
     for kinds in ranks(2).run(swiglu, fused, frozen):
         assert kinds == [GATHER, SCATTER, "backward", GATHER, GATHER, SCATTER]
 
@@ -250,6 +251,7 @@ def unused_up() -> list[str]:
 
 
 def test_c74_up_unused_in_the_loss(ranks):
+    """C74. Its weight gets no gradient, and the gate's branch is right."""
     assert ranks(2).run(unused_up)[0] == [GATHER, "backward", GATHER, SCATTER]
 
 
