@@ -109,10 +109,6 @@ def _read_and_written():
         assert sum(w.numel() for w in weights.values()) == sum(p.numel() for p in twins.plain.parameters()) - 16
         for name, weight in weights.items():
             assert torch.equal(weight, twins.plain.get_parameter(name))
-    message = r"head\.weight: changed inside a read-only full_weights context.*write=True"
-    with pytest.raises(gtp.GTPValueError, match=message), gtp.full_weights(twins.sharded) as weights:
-        weights["head.weight"] += 1
-    twins.check_parameters()
     down, up = torch.randn(2, 16), torch.randn(16, 2)
     dist.broadcast(down, 0)
     dist.broadcast(up, 0)

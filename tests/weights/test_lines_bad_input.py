@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import gtp
+from gtp.modules import GroupedLinear
 from gtp.testing.collectives import collective_log
 from gtp.testing.ranks import rank, subgroup
 from tests.reference import full
@@ -243,3 +244,44 @@ def _full_weight_functions():
 def test_functions_that_need_the_whole_weight_say_so_and_send_nothing(ranks):
     """C65."""
     ranks(2).run(_full_weight_functions)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.last = GroupedLinear(3, 8, 6, bias=False), nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.experts(x, [1, 0, 2]))
+
+
+def _misused_contract():
+    """Calls that break the contract from the caller's side: refused before any rank waits for another."""
+    world = dist.group.WORLD
+    for options in ({"include": ["experts.weight1", "last.*"]}, {"exclude": "experts.weight2"}):
+        with pytest.raises(gtp.GTPValueError, match=r"experts\.weight.: its module uses 3 weights as one group"):
+            gtp.shard_model(Experts(), world, **options)
+    model = Experts()
+    gtp.shard_model(model, world)
+    first, second, last = model.experts.weight0, model.experts.weight1, model.last.weight
+    full = torch.zeros(6, 8)
+    cases = [
+        (lambda: first.finalize_group_grads([full]), r"experts\.weight0: finalize got 1 wgrads for 3 weights"),
+        (lambda: last.finalize_group_grads([full, full]), r"last\.weight: finalize got 2 wgrads for 1 weights"),
+        (lambda: last.finalize_group_grads(full), r"shape \(6, 8\), expected the logical shape \(6, 6\)"),
+        (lambda: second.materialize_group_for_forward(), r"weight1: it is gathered together with experts\.weight0"),
+        (lambda: F.linear(torch.ones(1, 8), second), r"use the group as a whole \(gtp\.ops\.grouped_linear\)"),
+    ]
+    with collective_log() as log:
+        for call, message in cases:
+            with pytest.raises(gtp.GTPError, match=message):
+                call()
+    assert log.records == []
+    with pytest.raises(gtp.UnsupportedError, match=r"register_hook would never be called.*post_accumulate_grad_hook"):
+        last.register_hook(lambda grad: grad)
+    square(model, inputs(0, 3, 8)[rank()]).backward()
+    return [tuple(p.grad.shape) for p in model.parameters()]
+
+
+def test_a_caller_that_breaks_the_contract_is_told(ranks):
+    assert ranks(2).run(_misused_contract) == [[(3, 8), (3, 8), (3, 8), (3, 6)]] * 2

@@ -40,9 +40,16 @@ def _next_token(model, tokens):
     return model(input_ids=tokens, labels=tokens).loss
 
 
-def _trained(tied, exact):
+def _trained(tied, exact, recompute):
     bound = {} if exact else BOUND
-    twins = SideBySide(lambda: _llama(tied), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), **bound)
+
+    def build():
+        model = _llama(tied)
+        if recompute:
+            model.gradient_checkpointing_enable()
+        return model
+
+    twins = SideBySide(build, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), **bound)
     assert (twins.sharded.lm_head.weight is twins.sharded.model.embed_tokens.weight) == tied
     sharded = [n for n, p in twins.sharded.named_parameters() if isinstance(p, gtp.GTPWeight)]
     assert len(sharded) == 2 * 7 + (1 if tied else 2)
@@ -51,10 +58,20 @@ def _trained(tied, exact):
     assert torch.equal(twins.sharded(input_ids=tokens).logits, twins.plain(input_ids=tokens).logits)
     losses = [twins.step(_tokens(step % 2, twins.size), _next_token).item() for step in range(5)]
     assert losses[4] < losses[0]
+    assert any(phase == "recompute" for _, phase in twins.runtime.trace()) == recompute
     if exact:
         assert torch.equal(twins.sharded(input_ids=tokens).logits, twins.plain(input_ids=tokens).logits)
 
 
-@pytest.mark.parametrize("size, tied, exact", [(2, False, True), (2, True, False), (4, False, False), (4, True, False)])
-def test_a_hugging_face_llama_trains_as_data_parallelism(ranks, size, tied, exact):
-    ranks(size).run(_trained, tied, exact)
+@pytest.mark.parametrize(
+    "size, tied, exact, recompute",
+    [
+        (2, False, True, False),
+        (2, False, True, True),
+        (2, True, False, True),
+        (4, False, False, False),
+        (4, True, False, False),
+    ],
+)
+def test_a_hugging_face_llama_trains_as_data_parallelism(ranks, size, tied, exact, recompute):
+    ranks(size).run(_trained, tied, exact, recompute)

@@ -39,7 +39,7 @@ class StoragePeak(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 held = StorageWeakRef(storage)
                 if held.cdata not in self.alive or self.alive[held.cdata][0].expired():
