@@ -90,10 +90,8 @@ def clip_grad_norm_(
 
 def local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """This rank's gradient as a plain tensor that shares its storage: `main_grad` if there is one, else `.grad`."""
-    if isinstance(parameter, GTPWeight):
-        target = getattr(parameter, "main_grad", None)
-        if target is not None:
-            return torch.Tensor.view(target, parameter.layout.shard_shape)
     with _plain():
         grad = parameter.grad
+        if isinstance(parameter, GTPWeight) and (target := getattr(parameter, "main_grad", None)) is not None:
+            grad = target.view(parameter.layout.shard_shape)  # it may be flat
         return None if grad is None else grad.detach().as_subclass(torch.Tensor)

@@ -39,7 +39,11 @@ class WeightHandle:
     group: WeightGroup
     position: int
     grad_dtype: torch.dtype | None
+    origin: ShardOrigin = dataclasses.field(init=False)
     hooks: OrderedDict[int, Callable[[torch.Tensor], None]] = dataclasses.field(default_factory=OrderedDict)
+
+    def __post_init__(self) -> None:
+        self.origin = ShardOrigin(self.name, self.layout, self.group.process_group)
 
     @property
     def member(self) -> Member:
@@ -163,7 +167,7 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
     @property
     def origin(self) -> ShardOrigin:
         """Which rows of which weight the shard is, for tensors that outlive the weight."""
-        return ShardOrigin(self.handle.name, self.handle.layout, self.group)
+        return self.handle.origin
 
     def checkpoint_part(self) -> tuple[torch.Tensor, ShardLayout]:
         """The shard and its layout, for `torch.distributed.checkpoint`."""
@@ -172,8 +176,8 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
     def local_state(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, made of the shard or after it, marked as this rank's rows if it has the shard's shape."""
         with _plain():
-            shape = tuple(tensor.shape)
-        return ShardRows.of(tensor, self.origin) if shape == self.handle.layout.shard_shape else tensor
+            shape = tensor.shape
+        return ShardRows.of(tensor, self.origin) if shape == self.origin.shape else tensor
 
     # -- DistributedWeight ---------------------------------------------------------------------------------------
 
@@ -226,9 +230,9 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
     def gradient_target(self) -> tuple[torch.Tensor, bool]:
         """Where the reduced gradient goes: `main_grad` if somebody gave the weight one, else `.grad`."""
         main_grad = getattr(self, "main_grad", None)
-        if main_grad is not None:
-            return main_grad.view(self.handle.layout.shard_shape), True
         with _plain():
+            if main_grad is not None:
+                return main_grad.view(self.handle.layout.shard_shape).as_subclass(torch.Tensor), True
             grad = self.grad
             # Without other ranks, uses are added to each other first and then to `.grad`, in autograd's own order.
             if grad is not None and self.handle.group.size > 1:
@@ -343,7 +347,8 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
                 self.detach()[self.handle.layout.valid_rows :].zero_()
 
     def _has_padding(self) -> bool:
-        return self.handle.layout.valid_rows != self.handle.layout.shard_rows
+        layout = self.handle.layout
+        return layout.valid_rows != layout.shard_rows
 
     def _look_at_storage(self) -> None:
         member = self.handle.member

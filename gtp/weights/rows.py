@@ -9,7 +9,7 @@ import torch
 
 from gtp.weights.layout import ShardLayout
 from gtp.weights.rules import apply, call_plain, needs_full, plain_access
-from gtp.weights.shard_tensor import LocalShard, ShardOrigin, is_whole, no_pickle
+from gtp.weights.shard_tensor import LocalShard, ShardOrigin, no_pickle
 
 
 class ShardRows(LocalShard, torch.Tensor):
@@ -34,7 +34,7 @@ class ShardRows(LocalShard, torch.Tensor):
     @staticmethod
     def of(tensor: torch.Tensor, origin: ShardOrigin) -> torch.Tensor:
         """`tensor` `[shard_rows, *trailing]` marked as rows, over the same storage; itself where a shard is all."""
-        if is_whole(origin.layout):
+        if origin.is_whole:
             return tensor
         with plain_access():
             rows = (tensor if tensor.requires_grad else tensor.detach()).as_subclass(ShardRows)
@@ -57,8 +57,8 @@ class ShardRows(LocalShard, torch.Tensor):
 
     def local_state(self, tensor: torch.Tensor) -> torch.Tensor:
         with plain_access():
-            shape = tuple(tensor.shape)
-        return ShardRows.of(tensor, self._origin) if shape == self._origin.layout.shard_shape else tensor
+            shape = tensor.shape
+        return ShardRows.of(tensor, self._origin) if shape == self._origin.shape else tensor
 
     def checkpoint_part(self) -> tuple[torch.Tensor, ShardLayout]:
         return self.shard, self._origin.layout

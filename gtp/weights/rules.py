@@ -15,7 +15,7 @@ import torch
 
 from gtp.errors import GTPValueError, UnsupportedError
 from gtp.weights.norms import foreach_norm, vector_norm
-from gtp.weights.shard_tensor import LocalShard, is_whole
+from gtp.weights.shard_tensor import LocalShard
 
 plain_access = torch._C.DisableTorchFunctionSubclass
 
@@ -90,9 +90,9 @@ def apply(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
     if name in METADATA:
         return call_plain(func, args, kwargs)
     shards = [t for t in tensors_in((*args, *kwargs.values())) if isinstance(t, LocalShard)]
-    if all(is_whole(shard.origin.layout) for shard in shards):
+    shard = next((s for s in shards if not s.origin.is_whole), None)
+    if shard is None:
         return _written(name, args, kwargs, shards, func)
-    shard = next(s for s in shards if not is_whole(s.origin.layout))
     if name in _FACTORIES:
         return shard.local_state(call_plain(func, args, kwargs))
     if func in _NORMS and not shard.is_weight:
@@ -108,7 +108,7 @@ def apply(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
         raise needs_full(func, name, shard)
     if base in _VIEWS:
         view = call_plain(func, args, kwargs)
-        if tuple(view.shape) != shard.origin.layout.shard_shape:
+        if view.shape != shard.origin.shape:
             raise needs_full(func, name, shard)
         return shard.local_state(view)
     _require_shape(name, shard, [*args, *kwargs.values()])
@@ -128,11 +128,7 @@ def _makes_graph(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], shard
 
 def _is_mask(index: Any, shard: LocalShard) -> bool:
     with plain_access():
-        return (
-            isinstance(index, torch.Tensor)
-            and index.dtype is torch.bool
-            and tuple(index.shape) == shard.origin.layout.shard_shape
-        )
+        return isinstance(index, torch.Tensor) and index.dtype is torch.bool and index.shape == shard.origin.shape
 
 
 def _writes(name: str, kwargs: dict[str, Any]) -> bool:
@@ -166,21 +162,20 @@ def _holds_tensors(values: Sequence[Any]) -> bool:
 
 
 def _require_shape(name: str, shard: LocalShard, values: Sequence[Any]) -> None:
-    wanted = shard.origin.layout.shard_shape
-    for tensor in tensors_in(values):
-        with plain_access():
-            shape = tuple(tensor.shape)
+    wanted = shard.origin.shape
+    with plain_access():
+        shapes = [tensor.shape for tensor in tensors_in(values)]
+    for shape in shapes:
         if shape == wanted or not shape or _broadcasts(shape, wanted):
             continue
-        logical = shard.origin.layout.logical_shape
         hint = (
             "That is the logical shape: make the optimizer (and its state) after gtp.shard_model; "
             "to write a full weight use gtp.full_weights(model, write=True) or load_state_dict"
-            if shape == logical
+            if shape == shard.origin.layout.logical_shape
             else "To compute with the full weight, gather it with full_tensor()"
         )
         raise GTPValueError(
-            f"{shard.label}: {name} between the shard {wanted} and a tensor {shape}; arithmetic on a shard takes "
+            f"{shard.label}: {name} between the shard {wanted} and a tensor {tuple(shape)}; arithmetic takes "
             f"tensors of the shard's shape and what broadcasts to it. {hint}"
         )
 
@@ -213,9 +208,7 @@ def _remember(result: Any, shard: LocalShard | None) -> Any:
     """What is computed from a shard element by element is as much this rank's rows as the shard was."""
     if shard is None or not isinstance(result, torch.Tensor) or isinstance(result, LocalShard):
         return result
-    with plain_access():
-        shape = tuple(result.shape)
-    return shard.local_state(result) if shape == shard.origin.layout.shard_shape else result
+    return shard.local_state(result)
 
 
 def needs_full(func: Any, name: str, shard: LocalShard) -> UnsupportedError:

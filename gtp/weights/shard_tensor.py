@@ -34,11 +34,20 @@ class ShardOrigin:
         name: Fully qualified name, for errors.
         layout: Arithmetic between logical shape and shard.
         process_group: The ranks that hold the other rows.
+        is_whole: Whether the shard is the weight.
+        shape: Of the shard.
     """
 
     name: str
     layout: ShardLayout
     process_group: dist.ProcessGroup
+    is_whole: bool = dataclasses.field(init=False)
+    shape: tuple[int, ...] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        # asked at every arithmetic of every optimizer
+        object.__setattr__(self, "is_whole", is_whole(self.layout))
+        object.__setattr__(self, "shape", self.layout.shard_shape)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardOrigin:
         return self  # a process group cannot be copied, and a copied tensor is still these rows

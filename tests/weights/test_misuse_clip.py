@@ -96,3 +96,23 @@ def _local(grad):
 def test_gradients_that_are_not_finite_behave_as_in_torch(ranks, value):
     for on_rank in range(2):
         assert ranks(2).run(_not_finite, value, on_rank) == [0, 1]
+
+
+def _into_main_grad(flat):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9, bias=False), nn.Linear(9, 5, bias=False))
+    plain = copy.deepcopy(model)
+    gtp.shard_model(model, dist.group.WORLD)
+    for weight in model.parameters():
+        weight.main_grad = torch.zeros(weight.numel()) if flat else torch.zeros_like(weight)
+    x = torch.ones(2, 6)
+    model(x).sum().backward()
+    plain(x).sum().backward()
+    wanted = torch.cat([p.grad.flatten() for p in plain.parameters()]).norm()
+    torch.testing.assert_close(gtp.clip_grad_norm_(model.parameters(), float(wanted) / 2), wanted)
+    torch.testing.assert_close(gtp.grad_norm(model.parameters()), wanted / 2)  # fp32 rounding of the scale
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_a_main_grad_made_after_the_weight_is_reduced_into_and_clipped(ranks, flat):
+    ranks(2).run(_into_main_grad, flat)
