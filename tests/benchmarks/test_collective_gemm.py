@@ -10,6 +10,10 @@ import sys
 
 import pytest
 
+from benchmarks.collective_breakdown import breakdown
+from benchmarks.collective_gemm import page
+from benchmarks.overlap import Event
+
 
 @pytest.mark.timeout(200)
 def test_it_runs_on_the_cpu(tmp_path: pathlib.Path) -> None:
@@ -32,5 +36,39 @@ def test_it_runs_on_the_cpu(tmp_path: pathlib.Path) -> None:
     ]
     for alone, unfused in zip(rows[::2], rows[1::2], strict=True):
         assert alone["ratio"] == 1.0
-        assert unfused["ratio"] == pytest.approx(alone["ms"] / unfused["ms"], rel=1e-3)
+        assert unfused["ratio"] == pytest.approx(
+            alone["ms"] / unfused["ms"], rel=1e-3, abs=6e-5
+        )  # it has four decimals
         assert unfused["speedup_over_unfused"] == 1.0
+
+
+def made_up_row(mode: str, impl: str, ms: float, alone: float) -> dict[str, object]:
+    return {"case": "a case", "mode": mode, "impl": impl, "ms": ms, "ms_min": ms - 0.1, "ms_max": ms + 0.1} | {
+        "ratio": alone / ms
+    }
+
+
+def test_the_page_shows_ratios_and_the_spread() -> None:
+    modes = ["forward", "forward, graph", "forward and backward", "forward and backward, graph"]
+    rows = [
+        made_up_row(mode, impl, ms, 1.0 + number)
+        for number, mode in enumerate(modes)
+        for impl, ms in (("gemm", 1.0 + number), ("unfused", 2.0), ("symm_mem", 4.0), ("copy_engine", 5.0))
+    ]
+    lines = page({"rows": rows}).splitlines()
+    assert len(lines) == 2 + len(modes)
+    assert lines[2] == "| a case | forward | 1.000 | 0.50 | 0.25 | 0.20 | 5.000 (4.900 to 5.100) |"
+    assert lines[5].startswith("| a case | forward and backward, graph | 4.000 | 2.00 | 1.00 | 0.80 |")
+
+
+def test_the_breakdown_counts_per_operation() -> None:
+    """Four operations of a trace: each a GEMM of 100 us with a copy of 40 us under it, and 10 us of nothing after."""
+    events = []
+    for start in range(0, 440, 110):
+        events.append(Event("compute", "gemm", 7, start, start + 100.0))
+        events.append(Event("copy", "Memcpy PtoP", 8, start + 10.0, start + 50.0))
+    row = breakdown([sorted(events, key=lambda e: e.start)])
+    assert (row["compute_ms"], row["copy_ms"], row["copy_exposed_ms"]) == (0.1, 0.04, 0.0)
+    assert row["idle_ms"] == pytest.approx(0.0075)  # three gaps, over four operations
+    assert row["kernels"] == {"gemm": {"per_op": 1.0, "us": 100.0}, "Memcpy PtoP": {"per_op": 1.0, "us": 40.0}}
+    assert row["timeline"][0].endswith("stream   7  gemm")
