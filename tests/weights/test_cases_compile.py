@@ -43,11 +43,6 @@ def _compile(how, model, group):
             block.compile(backend="aot_eager")
         gtp.shard_model(model, group)
         return model
-    if how == "shard_then_blocks":
-        gtp.shard_model(model, group)
-        for block in model:
-            block.compile(backend="aot_eager")
-        return model
     gtp.shard_model(model, group)
     if how == "shard_then_model_in_place":
         model.compile(backend="aot_eager")
@@ -55,7 +50,7 @@ def _compile(how, model, group):
     return torch.compile(model, backend="aot_eager")
 
 
-HOW = ["blocks_then_shard", "shard_then_blocks", "shard_then_model", "shard_then_model_in_place"]
+HOW = ["blocks_then_shard", "shard_then_model", "shard_then_model_in_place"]
 
 
 def _compiled_training(how):

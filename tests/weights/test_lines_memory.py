@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import time
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ SMALL = 16 << 10  # the batch, its activations (512 bytes each), AdamW's step co
 # Beside what the config allows ahead and to keep, in full weights of this stack of equal layers; docs, "Memory".
 GATHERED = 2  # the one in use and a spare
 WGRADS = 6  # four in flight, the one being written, a spare
+LATE = 4  # gloo's threads may let go of a finished collective's buffer a moment late: two a pool
 RECEIVED = 6  # what the exchange of each wgrad in flight receives, and the sum of the one that is completed
 
 
@@ -70,9 +71,12 @@ def _bytes_of_steps(config):
             optimizer.zero_grad()
             square(model, inputs(step, 2, WIDTH)[rank()]).backward()
             optimizer.step()
-    gc.collect()
-    steady = memory.now()
-    assert steady == live_bytes()
+    for _ in range(40):
+        steady = memory.now()
+        if steady == live_bytes():
+            break
+        time.sleep(0.05)
+    assert steady == live_bytes(), "what is counted here is not what Python holds"
     if runtime is not None:
         runtime.release()
     return memory.peak, steady, memory.now()
@@ -83,11 +87,11 @@ def _bytes_of_steps(config):
 def test_a_rank_holds_its_share_and_the_configured_buffers(ranks, size, ahead, kept):
     config = gtp.GTPConfig(prefetch_bytes=ahead * FULL, keep_bytes=kept * FULL)
     share = COPIES * (SHARDED // size + REPLICATED)
-    buffers = (ahead + kept + GATHERED + WGRADS) * FULL
+    buffers = (ahead + kept + GATHERED + WGRADS + LATE) * FULL
     for peak, steady, released in ranks(size).run(_bytes_of_steps, config):
-        assert released <= share + SMALL
+        assert share <= released <= share + SMALL
         assert steady <= share + buffers + SMALL
-        assert peak <= share + buffers + RECEIVED * FULL + SMALL
+        assert steady <= peak <= share + buffers + RECEIVED * FULL + SMALL
 
 
 def test_the_same_count_of_the_plain_model_is_the_whole(ranks):
