@@ -20,6 +20,7 @@ from gtp.errors import GTPStateError
 from gtp.ops.collective_backends import Factor, auto, copy_engine
 from gtp.ops.collective_backends.auto import AutoBackend
 from gtp.ops.collective_backends.copy_engine import CopyEngineBackend
+from gtp.ops.collective_backends.workspace import Workspace
 from gtp.ops.peer import Handshake
 from tests.runtime.simulated_streams import Deadlock, FakeGroup, Graph, Machine, SimulatedDriver
 
@@ -302,6 +303,37 @@ def test_an_error_inside_leaves_the_protocol_whole():
                 raise ValueError("mine")
         program(ranks)
         ranks.finish(0)
+
+
+def test_every_wait_for_a_peer_is_watched():
+    """By the word that a stream waits for, and in words that say what the peer has not done."""
+    machine = Machine(3)
+    driver = SimulatedDriver(machine, 1)
+    markers = torch.zeros(64, dtype=torch.int32)
+    watched: list[tuple[str, dict[int, int]]] = []
+
+    def watch(owner: Workspace, absent: str, flags: dict[int, int]) -> int:
+        watched.append((absent, dict(flags)))
+        return markers.data_ptr() + 4 * len(watched)
+
+    group = FakeGroup("tp", range(3), 1)
+    workspace = Workspace(driver, group, 1024, driver.make_arena, watch)  # type: ignore[arg-type]
+    sent, taken = "to send its part of a collective GEMM", "to take what was sent to it for one"
+    words = 6  # of a slot: `full` by sender, then `empty` by receiver
+    for slot in range(2):
+        for peer in (0, 2):
+            assert (sent, {peer: slot * words + peer}) in watched
+            assert (taken, {peer: slot * words + 3 + peer}) in watched
+    # a wait of this rank alone: marked while it lasts, and not after it
+    workspace.flags().fill_(0)
+    slot = workspace.next_slot()
+    driver.submit(slot.arrived[2], driver.main)
+    with pytest.raises(Deadlock):
+        machine.run(0)
+    assert int(markers.sum()) == 1
+    workspace.flags().fill_(1)  # what the watchdog does in the end
+    machine.run(0)
+    assert int(markers.sum()) == 0
 
 
 def test_full_rows_must_be_announced():
