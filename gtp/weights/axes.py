@@ -83,11 +83,16 @@ def broadcast_first(tensor: torch.Tensor, axes: Axes) -> None:
 
 
 def broadcast_first_bytes(tensor: torch.Tensor, axes: Axes, device: torch.device) -> None:
-    """`broadcast_first` for a tensor of any dtype, on any device; its bytes travel through `device`. Collective."""
+    """`broadcast_first` for a dense tensor of any dtype, on any device; its bytes travel through `device`. Collective.
+
+    Written only where the values differ: it may be an expanded view, which cannot be written.
+    """
     data = tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8)
+    own = data.clone()
     broadcast_first(data, axes)
-    with torch.no_grad():
-        tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+    if not torch.equal(data, own):
+        with torch.no_grad():
+            tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
 
 def data_size(group_or_mesh: GroupOrMesh) -> int:

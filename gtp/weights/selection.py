@@ -61,7 +61,7 @@ class Selection:
     """Choices in order of registration, and the sharded ones in the groups that are gathered together.
 
     Attributes:
-        buffers: Each buffer object once.
+        buffers: Each dense buffer object once.
         unregistered: Parameters that modules keep in lists and the like, where torch does not see them, by name.
     """
 
@@ -128,11 +128,11 @@ def _sites(model: nn.Module) -> list[_Site]:
 
 
 def _buffers(model: nn.Module) -> list[tuple[list[str], nn.Module, str]]:
-    """Each buffer object once, with all its names and its first place."""
+    """Each dense buffer object once, with all its names and its first place."""
     found: dict[int, tuple[list[str], nn.Module, str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is not None and buffer.layout is torch.strided and buffer.numel():
                 name = f"{prefix}.{attribute}" if prefix else attribute
                 found.setdefault(id(buffer), ([], module, attribute))[0].append(name)
     return list(found.values())

@@ -28,6 +28,11 @@ class _WithBuffers(nn.Module):
         self.register_buffer("table", torch.randn(4, dtype=torch.bfloat16), persistent=False)
         self.register_buffer("scalar", torch.rand((), dtype=torch.float64))
         self.register_buffer("none", None)
+        self.register_buffer("empty", torch.ones(0, 3))
+        self.register_buffer("expanded", torch.ones(1).expand(4))
+        self.register_buffer("transposed", torch.randn(3, 2).t())
+        self.register_buffer("complex", torch.randn(2, dtype=torch.complex64))
+        self.register_buffer("sparse", torch.eye(3).to_sparse())
         self.alias = nn.Module()
         self.alias.register_buffer("table", self.table)
 
@@ -44,7 +49,7 @@ def _buffers():
     gtp.shard_model(model, dist.group.WORLD)
     assert model.mask is kept
     assert model.alias.table is model.table
-    values = {name: buffer.double() for name, buffer in model.named_buffers()}
+    values = {name: buffer.to_dense().to(torch.complex128) for name, buffer in model.named_buffers()}
     # training goes on locally, as in FSDP; each rank's statistics are its own from here
     model(torch.full((5, 8), float(rank())))
     return values, model.norm.running_mean.clone()
@@ -52,14 +57,7 @@ def _buffers():
 
 def test_buffers_start_equal_on_all_ranks(ranks):
     (first, mine), (second, other) = ranks(2).run(_buffers)
-    assert set(first) == {
-        "mask",
-        "table",
-        "scalar",
-        "norm.running_mean",
-        "norm.running_var",
-        "norm.num_batches_tracked",
-    }
+    assert {"mask", "table", "scalar", "transposed", "complex", "norm.running_mean", "norm.running_var"} < set(first)
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
     assert first["norm.num_batches_tracked"] == 1
