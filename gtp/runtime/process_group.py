@@ -125,7 +125,7 @@ class ProcessGroupTransport(Transport):
         if group.size == 1:
             return []
         # gloo coalesces gathers but not exchanges
-        count = len(wgrads) if self._device.type == "cuda" else 1
+        count = len(wgrads) if self._is_nccl(group) else 1
         with self._one_collective(group, count) as works:
             for wgrad, slices in zip(wgrads, received, strict=True):
                 works.append(dist.all_to_all_single(slices, wgrad, group=group.process_group, async_op=True))
@@ -139,10 +139,14 @@ class ProcessGroupTransport(Transport):
             yield works
             return
         # gloo coalesces what the manager collected, but refuses the start and end calls that `device` asks for
-        device = self._device if self._device.type == "cuda" else None
+        device = self._device if self._is_nccl(group) else None
         with _coalescing_manager(group.process_group, device=device, async_ops=True) as manager:
             yield works
         works[:] = [manager]
+
+    def _is_nccl(self, group: WeightGroup) -> bool:
+        """Ranks that share a GPU have gloo there, too."""
+        return self._device.type == "cuda" and group.process_group._get_backend(self._device).name() == "nccl"
 
     def _add(self, ticket: _ReduceTicket) -> None:
         group = ticket.group
