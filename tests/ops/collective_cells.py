@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 
-OPS, GPU = "tests/ops/test_collective_linear.py", "tests/ops/test_collective_gpu.py"
+OPS, VALUES = "tests/ops/test_collective_linear.py", "tests/ops/test_collective_gpu.py"
+GPU = "tests/ops/test_collective_gpu_compositions.py"
 BLOCKS, AROUND = "tests/modules/test_tensor_parallel.py", "tests/modules/test_tensor_parallel_compositions.py"
 WEIGHTS = "tests/modules/test_tensor_parallel_gtp.py"
 
@@ -27,19 +28,19 @@ def each(collective: Shown | None, symm_mem: Shown | None, copy_engine: Shown | 
     return dict(zip(BACKENDS, (collective, symm_mem, copy_engine), strict=True))
 
 
-def both(test: str) -> tuple[Shown, Shown]:
+def both(test: str, file: str = GPU) -> tuple[Shown, Shown]:
     """One GPU test over both fused backends."""
-    return Shown(GPU, test), Shown(GPU, test)
+    return Shown(file, test), Shown(file, test)
 
 
 _REFUSED = Shown(BLOCKS, "test_what_cannot_be_served_is_refused_when_built", refused=True)
 _EXACT = Shown(OPS, "test_exact_values_match_the_whole_layer")
 
 CELLS: dict[str, dict[str, Shown | None]] = {
-    "sequence parallel": each(_EXACT, *both("test_exact_values_match_the_whole_layer")),
+    "sequence parallel": each(_EXACT, *both("test_exact_values_match_the_whole_layer", VALUES)),
     "sequence parallel off": each(_REFUSED, _REFUSED, _REFUSED),
-    "bias, column-parallel": each(_EXACT, _REFUSED, Shown(GPU, "test_exact_values_match_the_whole_layer")),
-    "batch > 1": each(_EXACT, *both("test_exact_values_match_the_whole_layer")),
+    "bias, column-parallel": each(_EXACT, _REFUSED, Shown(VALUES, "test_exact_values_match_the_whole_layer")),
+    "batch > 1": each(_EXACT, *both("test_exact_values_match_the_whole_layer", VALUES)),
     "GTP weights": each(
         Shown(WEIGHTS, "test_tp_times_gtp_is_tp_on_both_ranks_data"), *both("test_tp_times_gtp")
     ),
