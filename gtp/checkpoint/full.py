@@ -13,7 +13,7 @@ from torch import nn
 
 from gtp.errors import GTPValueError, UnsupportedError
 from gtp.weights.axes import Axes, broadcast_first
-from gtp.weights.layout import ShardLayout
+from gtp.weights.cut import take_shard
 from gtp.weights.parameter import GTPWeight
 from gtp.weights.shard_tensor import CheckpointableShard, ShardTensor
 
@@ -196,18 +196,15 @@ def _send_rows(weight: GTPWeight, own: ShardTensor, value: torch.Tensor | None) 
     axes, layout = _axes(weight), weight.layout
     shard = torch.empty_like(own.shard)
     if axes.replicate is None or axes.replicate.rank() == 0:
-        pieces = None if value is None else [_rows_of(value, layout.for_rank(r), shard) for r in range(axes.gtp.size())]
+        pieces = (
+            None
+            if value is None
+            else [take_shard(value, layout.for_rank(r), shard.device).to(shard.dtype) for r in range(axes.gtp.size())]
+        )
         dist.scatter(shard, pieces, src=dist.get_global_rank(axes.gtp, 0), group=axes.gtp)
     if axes.replicate is not None:
         dist.broadcast(shard, src=dist.get_global_rank(axes.replicate, 0), group=axes.replicate)
     return ShardTensor(shard, own.origin)
-
-
-def _rows_of(full: torch.Tensor, layout: ShardLayout, like: torch.Tensor) -> torch.Tensor:
-    """One rank's shard, padding zero, in dtype and device of `like`."""
-    shard = torch.zeros_like(like)
-    shard[layout.valid_slice].copy_(full.detach()[layout.shard_slice])
-    return shard
 
 
 def _offers(state_dict: Mapping[str, Any] | None) -> dict[str, _Offer] | str:
