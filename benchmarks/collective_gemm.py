@@ -204,8 +204,8 @@ def run(device: torch.device, args: argparse.Namespace) -> None:
                 rows += timed(case, f"{mode}, graph", captured, device, rounds, GRAPHED)
                 del captured
         del operands, calls, steps
+        common.write("collective_gemm", device, rows, args)  # a run that is cut short leaves what it has
     summary(rows)
-    common.write("collective_gemm", device, rows, args)
 
 
 def timed(
