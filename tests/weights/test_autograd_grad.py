@@ -7,7 +7,7 @@ import torch
 
 import gtp
 from gtp.testing.ranks import rank
-from tests.reference import data_parallel_backward
+from tests.reference import data_parallel_backward, full
 from tests.weights.test_shard_model import batches, language_loss, pair
 
 
@@ -77,11 +77,11 @@ def test_layers_graphed_one_by_one_train_with_weights_that_change(ranks, transpo
 
 def _refuses_ddp():
     _, sharded, _ = pair()
-    before = {n: p.detach().clone() for n, p in sharded.named_parameters()}
+    before = {n: full(p).clone() for n, p in sharded.named_parameters()}
     with pytest.raises(RuntimeError, match="doesn't have any parameter that requires a gradient"):
         torch.nn.parallel.DistributedDataParallel(sharded)
     for name, parameter in sharded.named_parameters():
-        assert torch.equal(parameter.detach(), before[name])
+        assert torch.equal(full(parameter), before[name])
 
 
 def test_ddp_around_a_sharded_model_is_refused_before_it_broadcasts(ranks):
