@@ -10,12 +10,11 @@ import torch
 from gtp.ops.collective_backends.collective import multiply_then_scatter
 from gtp.ops.collective_backends.copy_engine import CopyEngineBackend
 
-EAGER_SCATTER_FLOP: Final = 1.5e11
+EAGER_SCATTER_FLOP: Final = 1e11
 """Floating-point operations of one rank's product from which eager code multiplies and reduce-scatters by peer copies.
 
-Two H200s, forward: 1.2e11 (0.16 ms) and 1.4e11 (0.18 ms) are faster by NCCL, because the host is not done queueing the
-copies when the GPU is with the product; 2.4e11 (0.31 ms) and more are faster by peer copies. Gathers are as fast by
-peer copies or faster at every size, and in a CUDA graph everything is.
+Two H200s, forward: 3.4e10 (0.05 ms) are faster by NCCL, because the host is not done queueing the copies when the GPU
+is with the product; 1.2e11 (0.16 ms) and more are faster by peer copies. In a CUDA graph everything is.
 """
 
 
