@@ -65,9 +65,17 @@ def refuse_layers(root: nn.Module) -> None:
     """Checks the layers of a model that is built.
 
     Raises:
-        UnsupportedError: one computes with weights that it asks nobody to gather. The message names it.
+        UnsupportedError: one computes with weights that it asks nobody to gather, or holds a linear's weight whole. The
+            message names it.
     """
     for name, module in root.named_modules():
+        of_the_spec = name.rpartition(".")[2].startswith("linear_")
+        if of_the_spec and isinstance(module, nn.Linear) and not isinstance(module.weight, MegatronGTPWeight):
+            raise UnsupportedError(
+                f"{name} is a {type(module).__name__}, which asks nobody to shard its weight: with "
+                f"tensor_parallel_num_weight_shards every rank would hold all of {tuple(module.weight.shape)}. Use "
+                "ColumnParallelLinear or RowParallelLinear, or Transformer Engine's linears, in the layer spec"
+            )
         fused = any(base.__name__ == "TEFusedMLP" for base in type(module).__mro__)
         if fused and any(isinstance(p, MegatronGTPWeight) for p in module.parameters()):
             raise UnsupportedError(

@@ -93,6 +93,23 @@ def a_fused_mlp(case: Case) -> None:
     Job(case, [model]).step(0)
 
 
+class PlainLinear(torch.nn.Linear):
+    """A linear of another library, in the shape that Megatron's specs ask for."""
+
+    def __init__(self, input_size: int, output_size: int, **options: object) -> None:
+        super().__init__(input_size, output_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return super().forward(x), None
+
+
+def a_foreign_linear_in_the_spec(case: Case) -> None:
+    (model,) = bare_models(case, model_config(case))
+    mlp = model.decoder.layers[1].mlp
+    mlp.linear_fc2 = PlainLinear(*reversed(mlp.linear_fc2.weight.logical_shape))
+    Job(case, [model]).step(0)
+
+
 def weights_read_like_tensors(case: Case) -> None:
     job = Job(case)
     job.chunks[0].module.output_layer.weight.sum()
@@ -146,6 +163,11 @@ REFUSALS: dict[str, tuple[Case, Callable[[Case], object], str]] = {
         Case(gtp=2),
         a_fused_mlp,
         r"UnsupportedError: decoder\.layers\.1\.mlp is a TEFusedMLP: .*use_te_op_fuser=False",
+    ),
+    "foreign_linear": (
+        Case(gtp=2),
+        a_foreign_linear_in_the_spec,
+        r"UnsupportedError: decoder\.layers\.1\.mlp\.linear_fc2 is a PlainLinear, .*Use ColumnParallelLinear",
     ),
     "like_a_tensor": (
         Case(gtp=2),
