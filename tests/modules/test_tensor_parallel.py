@@ -25,6 +25,7 @@ from gtp.modules import (
     swiglu_feed_forward,
 )
 from gtp.ops import GemmBackend, gemm_backend
+from gtp.ops.collective_backends import CollectiveBackend
 from gtp.testing.collectives import collective_log, late_collectives
 
 
@@ -313,6 +314,7 @@ def refusals() -> list[str]:
 
     no_bias = NoBias(group)
     other = gemm_backend("collective", dist.new_group([0, 1]))
+    alone = [dist.new_group([rank]) for rank in range(2)]
     calls = [
         lambda: ColumnParallelLinear(8, 12, tp_group=group, sequence_parallel=False),
         lambda: RowParallelLinear(8, 12, tp_group=group, sequence_parallel=False),
@@ -333,12 +335,19 @@ def refusals() -> list[str]:
         lambda: FeedForward(8, 12, tp_group=group, tp_gemm_backend="symm_mem", device="cpu"),
         lambda: FeedForward(8, 12, tp_group=group, tp_gemm_backend="fastest"),
         lambda: FeedForward(8, 12, tp_group=group, tp_gemm_backend=other),
+        # of one rank: nothing would be gathered
+        lambda: FeedForward(8, 12, tp_group=group, tp_gemm_backend=gemm_backend("collective", None)),
+        lambda: FeedForward(8, 12, tp_group=group, tp_gemm_backend=CollectiveBackend(alone[dist.get_rank()])),
     ]
     messages = []
     for call in calls:
         with pytest.raises(GTPValueError) as error:
             call()
         messages.append(str(error.value))
+    # groups of one rank are alike, whatever their names: there is nothing to move
+    one = gemm_backend("collective", None)
+    assert gemm_backend(one, alone[dist.get_rank()]) is one
+    assert gemm_backend(one, None) is one
     # a row-parallel bias is added after the sum over ranks: no GEMM has to take it
     assert RowParallelLinear(8, 12, bias=True, tp_group=group, tp_gemm_backend=no_bias).bias is not None
     return messages
@@ -346,7 +355,9 @@ def refusals() -> list[str]:
 
 def test_what_cannot_be_served_is_refused_when_built(ranks):
     messages = ranks(2).run(refusals, timeout=30)
-    assert [m.replace("rank 1 of", "rank 0 of") for m in messages[1]] == messages[0]
+    *same, alone = zip(*messages, strict=True)  # groups of one rank have names of their own
+    assert [m.replace("rank 1 of", "rank 0 of") for _, m in same] == [m for m, _ in same]
+    assert all("rank 0 of 1) belongs to another group" in m for m in alone)
     parts = [
         "ColumnParallelLinear(sequence_parallel=False)",
         "RowParallelLinear(sequence_parallel=False)",
@@ -366,6 +377,8 @@ def test_what_cannot_be_served_is_refused_when_built(ranks):
         "tp_gemm_backend='copy_engine' cannot serve group",
         "tp_gemm_backend='symm_mem' cannot serve group",
         "must be one of 'auto', 'collective', 'symm_mem', 'copy_engine'",
+        "belongs to another group than the module's",
+        "SingleRankBackend(no group, rank 0 of 1) belongs to another group than the module's",
         "belongs to another group than the module's",
     ]
     for message, expected in zip(messages[0], parts, strict=True):

@@ -6,6 +6,7 @@ Run one: `pytest tests/ops/test_collective_linear.py -k exact`. GPU backends: te
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from gtp.errors import DesyncError, GTPValueError
 from gtp.ops.collective_backends import CollectiveBackend, gemm_backend
+from gtp.ops.collective_backends.agreement import Agreement
 from gtp.ops.collective_linear import all_gather_linear, all_gather_linear_multi, linear_reduce_scatter
 from gtp.testing.collectives import collective_log, late_collectives
 from gtp.testing.ranks import RankFailure
@@ -385,6 +387,26 @@ def test_c72_unequal_rows_are_an_error_on_every_rank(ranks, kind, debug):
         assert "rank 0: " in message
         assert "rank 1: " in message
         assert "pad the sequence" in message
+
+
+def uncompared_before() -> list[str]:
+    agreement = Agreement(dist.group.WORLD, every_call=False)
+    mine = ("gather", 4 + 2 * dist.get_rank(), 8, torch.float32)
+    with mock.patch.multiple(torch.cuda, is_available=lambda: True, is_current_stream_capturing=lambda: True):
+        agreement.check(mine)
+    messages = []
+    for _ in range(2):
+        with pytest.raises(DesyncError) as error:
+            agreement.check(mine)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_c72_a_shape_counts_as_known_when_ranks_have_agreed_on_it(ranks):
+    """C72. Not when it was seen in a capture, where nothing is compared, nor after ranks were found to disagree."""
+    for messages in ranks(2).run(uncompared_before, timeout=30):
+        for message in messages:
+            assert "rank 0: gather (4, 8) torch.float32; rank 1: gather (6, 8) torch.float32" in message
 
 
 def k_does_not_split() -> str:

@@ -7,7 +7,7 @@ signal, a deadlock, work that a capture leaves unjoined. `test_collective_gpu.py
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gtp.errors import GTPStateError
+from gtp.errors import DesyncError, GTPStateError
 from gtp.ops.collective_backends import Factor, auto, copy_engine
 from gtp.ops.collective_backends.auto import AutoBackend
 from gtp.ops.collective_backends.copy_engine import CopyEngineBackend
@@ -38,7 +38,7 @@ class Ranks:
     everything has run.
     """
 
-    def __init__(self, size: int, *, serial: bool = False) -> None:
+    def __init__(self, size: int, *, serial: bool = False, room: int = 0) -> None:
         self.size = size
         self.machine = Machine(size, serial=serial)
         self.drivers = [SimulatedDriver(self.machine, rank) for rank in range(size)]
@@ -47,6 +47,8 @@ class Ranks:
             group = FakeGroup("tp", range(size), rank)
             backend = CopyEngineBackend(group, CPU, driver=driver, make_arena=driver.make_arena)  # type: ignore[arg-type]
             backend._agreement = None  # there is no store
+            if room:
+                backend.reserve(room)
             self.backends.append(backend)
         self.alive: list[torch.Tensor] = []  # a stream-ordered allocator would keep what queued work reads
         self.checks: list[Callable[[], None]] = []
@@ -69,9 +71,10 @@ class Ranks:
             self.alive += [t, fresh]
             return fresh
 
-        names = ("multiply", "sum_of_products", "add_blocks")
-        patches = [mock.patch.object(copy_engine, name, queued(getattr(copy_engine, name))) for name in names]
-        with patches[0], patches[1], patches[2], mock.patch.object(torch.Tensor, "new_empty", kept):
+        with ExitStack() as patches:
+            for name in ("multiply", "sum_of_products", "add_blocks", "spoil"):
+                patches.enter_context(mock.patch.object(copy_engine, name, queued(getattr(copy_engine, name))))
+            patches.enter_context(mock.patch.object(torch.Tensor, "new_empty", kept))
             yield self.backends[rank]
 
     def copy(self, rank: int, source: torch.Tensor) -> torch.Tensor:
@@ -177,9 +180,7 @@ def program(ranks: Ranks, seed: int = 0) -> None:
 @given(seed=st.integers(0, 1 << 30), ahead=st.sampled_from([None, 0, 1]))
 def test_any_order_of_events_gives_the_products(size, split, seed, ahead):
     with sizes(split=split):
-        ranks = Ranks(size)
-        for backend in ranks.backends:
-            backend.reserve(4 * 5 * 6 * 7 * 4)
+        ranks = Ranks(size, room=4 * 5 * 6 * 7 * 4)
         program(ranks)
         program(ranks, 20)
         ranks.finish(seed, ahead)
@@ -305,6 +306,58 @@ def test_an_error_inside_leaves_the_protocol_whole():
         ranks.finish(0)
 
 
+def out_of_memory_after(calls: int, real: Callable[..., None]) -> Callable[..., None]:
+    left = iter(range(calls))
+
+    def call(*args: object, **kwargs: object) -> None:
+        if next(left, None) is None:
+            raise torch.OutOfMemoryError("mine")
+        real(*args, **kwargs)
+
+    return call
+
+
+def scatter_that_fails(ranks: Ranks, failing: Sequence[int], function: str, calls: int) -> list[torch.Tensor]:
+    """A reduce-scatter that runs out of memory on some ranks; what it gives on the others."""
+    outs = []
+    for rank in range(ranks.size):
+        a, b = torch.ones(2 * ranks.size, 2), torch.ones(2, 3)
+        ranks.alive += [a, b]
+        with ranks.on(rank) as backend:
+            if rank not in failing:
+                outs.append(ranks.copy(rank, backend.matmul_reduce_scatter([(a, b)])))
+                continue
+            fails = out_of_memory_after(calls, getattr(copy_engine, function))
+            with mock.patch.object(copy_engine, function, fails), pytest.raises(torch.OutOfMemoryError, match="mine"):
+                backend.matmul_reduce_scatter([(a, b)])
+    return outs
+
+
+@pytest.mark.parametrize("function, calls", [("sum_of_products", 0), ("sum_of_products", 1), ("add_blocks", 0)])
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_error_in_a_reduce_scatter_leaves_the_protocol_whole(size, function, calls):
+    """Out of memory in the middle of it, on every rank: the next operations are right."""
+    with sizes(split=True):
+        ranks = Ranks(size, room=1 << 12)  # for all: a workspace that grows has fresh flags
+        scatter_that_fails(ranks, range(size), function, calls)
+        program(ranks)
+        ranks.finish(0)
+        program(ranks, 20)
+        ranks.finish(1, ahead=1)
+
+
+def test_ranks_whose_peer_fails_alone_in_a_reduce_scatter_get_no_plausible_numbers():
+    """They get not-a-numbers, and do not wait for ever; should all go on, the next operations are right."""
+    with sizes(split=True):
+        ranks = Ranks(3, room=1 << 12)
+        outs = scatter_that_fails(ranks, [1], "sum_of_products", 0)
+        program(ranks)
+        ranks.finish(0)
+        assert len(outs) == 2
+        for out in outs:
+            assert torch.isnan(out).all()
+
+
 def test_every_wait_for_a_peer_is_watched():
     """By the word that a stream waits for, and in words that say what the peer has not done."""
     machine = Machine(3)
@@ -362,6 +415,20 @@ def test_auto_takes_a_collective_for_small_reduce_scatters_in_eager_code_only():
         driver.begin_capture()
         took.append(backend.matmul_reduce_scatter(small))
     assert took == ["collective", "copies", "copies", "copies"]
+
+
+@pytest.mark.parametrize("kind", [CopyEngineBackend, AutoBackend])
+def test_ranks_that_disagree_find_out_before_memory_is_made_together(kind):
+    """Making it is collective: ranks of different shapes would hang there instead."""
+    driver, made = SimulatedDriver(Machine(2), 0), []
+    group = FakeGroup("tp", range(2), 0)
+    backend = kind(group, CPU, driver=driver, make_arena=lambda nbytes, group: made.append(nbytes))  # type: ignore[arg-type]
+    with (
+        mock.patch.object(backend._agreement, "check", side_effect=DesyncError("ranks differ")),
+        pytest.raises(DesyncError, match="ranks differ"),
+    ):
+        backend.matmul_reduce_scatter([(torch.ones(4, 8), torch.ones(8, 6))])
+    assert made == []
 
 
 # --- the tests can fail

@@ -43,10 +43,8 @@ class Agreement:
         Raises:
             DesyncError: another rank is about to do something else, or does not come.
         """
-        if not self._every_call:
-            if operation in self._seen:
-                return
-            self._seen.add(operation)
+        if not self._every_call and operation in self._seen:
+            return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
         name, rows, columns, dtype = operation
@@ -69,6 +67,7 @@ class Agreement:
                 f"GEMM. {notes}. All ranks must call the same operations in the same order with equal shapes and "
                 "dtypes: pad the sequence to a multiple of the group size before it is split"
             )
+        self._seen.add(operation)  # by now it has been compared, and ranks agree
 
     def _connected(self) -> dist.PrefixStore:
         """A part of the store of its own. Made on first use: single-rank groups need no store."""

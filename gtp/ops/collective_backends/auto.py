@@ -27,6 +27,7 @@ class AutoBackend(CopyEngineBackend):
         flop = sum(2.0 * a.shape[0] * a.shape[1] * b.shape[1] for a, b in products)
         if flop < EAGER_SCATTER_FLOP and not self.driver.capture():
             a, b = products[0]
+            out = multiply_then_scatter(self, products)  # first: it makes sure that ranks agree on the size
             self.reserve(a.shape[0] * b.shape[1] * a.element_size())  # a graph that is captured next will need it
-            return multiply_then_scatter(self, products)
+            return out
         return super().matmul_reduce_scatter(products)

@@ -34,7 +34,7 @@ def gemm_backend(
         backend: `"collective"`: a collective, then the GEMM; runs everywhere. `"symm_mem"`: torch's fused operators.
             `"copy_engine"`: peer copies under a split GEMM. `"auto"`: where peer copies work, for each product what was
             measured to be fastest (see `AutoBackend`), else `"collective"`. A `GemmBackend` is returned as it is, if it
-            is one of this group.
+            is one of this group, or both have one rank.
         group: The tensor-parallel group, or a 1-d mesh. None or a group of one rank: the GEMM alone, whatever the name.
         device: Where the activations will be. Default: the current CUDA device where there is one, else the CPU.
         debug: Compare every call with the other ranks' before it starts (see `Agreement`).
@@ -47,7 +47,8 @@ def gemm_backend(
     """
     process_group = None if group is None else resolve_group(group)
     if isinstance(backend, GemmBackend):
-        if backend.process_group is not process_group and backend.size > 1:
+        alone = backend.size == 1 and (process_group is None or process_group.size() == 1)
+        if backend.process_group is not process_group and not alone:
             name = "no group" if process_group is None else process_group.group_name
             raise GTPValueError(
                 f"tp_gemm_backend: {backend!r} belongs to another group than the module's ({name}): make the backend "

@@ -350,28 +350,59 @@ class _Scattering:
         self._slot = slot
         self._products = products
         self._out = out
+        self._blocks = slot.blocks((backend.size, *out.shape), out.dtype)
+        self._unsent = list(range(1, backend.size))
+        self._missing = list(range(1, backend.size))
 
     def run(self) -> None:
         """Computes, sends, receives and adds; `out` is complete in the order of the current stream."""
-        backend, slot, out = self._backend, self._slot, self._out
-        blocks = slot.blocks((backend.size, *out.shape), out.dtype)
-        # kept until the copies have joined: nothing else may get this memory before
-        sent = out.new_empty(backend.size - 1, *out.shape)
-        for step in range(1, backend.size):
-            product = sent[step - 1]
-            self._multiply((backend.rank + step) % backend.size, product)
-            backend.fork(backend.computed[step - 1], backend.lane)
-            backend.send(slot, step, product)
-        self._multiply(backend.rank, blocks[backend.rank])
-        for step in range(1, backend.size):
-            backend.receive(slot, step)
-        add_blocks(blocks, out)
-        backend.release(slot)
+        backend, blocks, out = self._backend, self._blocks, self._out
+        try:
+            # kept until the copies have joined: nothing else may get this memory before
+            sent = out.new_empty(backend.size - 1, *out.shape)
+            while self._unsent:
+                step = self._unsent[0]
+                product = sent[step - 1]
+                self._multiply((backend.rank + step) % backend.size, product)
+                self._send(product)
+            self._multiply(backend.rank, blocks[backend.rank])
+            self._receive_all()
+            add_blocks(blocks, out)
+        finally:
+            self._finish()
+
+    def _finish(self) -> None:
+        """The slot is free for the peers, and flags are as they were.
+
+        Also after an error, which most likely is one on every rank. Peers still get what they wait for: of a rank that
+        failed alone not-a-numbers, which nobody takes for a result.
+        """
+        if self._unsent:
+            spare = self._blocks[self._backend.rank]
+            spoil(spare)
+            while self._unsent:
+                self._send(spare)
+        self._receive_all()
+        self._backend.release(self._slot)
+
+    def _send(self, block: torch.Tensor) -> None:
+        backend, step = self._backend, self._unsent.pop(0)
+        backend.fork(backend.computed[step - 1], backend.lane)
+        backend.send(self._slot, step, block)
+
+    def _receive_all(self) -> None:
+        while self._missing:
+            self._backend.receive(self._slot, self._missing.pop(0))
 
     def _multiply(self, rank: int, into: torch.Tensor) -> None:
         """The product of a rank's rows."""
         count = self._out.shape[0]
         sum_of_products([(a.narrow(0, rank * count, count), b) for a, b in self._products], out=into)
+
+
+def spoil(block: torch.Tensor) -> None:
+    """Nothing that is computed from it can be taken for a result."""
+    block.fill_(float("nan"))
 
 
 def add_blocks(blocks: torch.Tensor, out: torch.Tensor) -> None:
