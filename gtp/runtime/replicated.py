@@ -5,10 +5,11 @@ Ranks see different data, so their gradients are reduced over the same axes as t
 earlier backwards left there. So the value in `.grad` is set aside while the new one arrives, and added back when all
 are reduced, in one flat fp32 message per group.
 
-Post-accumulate-grad hooks that users put on such a parameter run when its reduced gradient is in place, like those of
-sharded weights, and not when autograd finishes its local part: each is wrapped where it is registered (`_Deferred`).
-Hooks of `Tensor.register_hook` get to see the gradient before it is accumulated, and may change it. A parameter that
-has any, and one whose gradient `torch.autograd.grad` returns, is reduced on the spot, in a message of its own.
+Hooks that users put on such a parameter are not for autograd to call, which has the local part only; each is wrapped
+where it is registered (`_Deferred`). Those of `Tensor.register_hook` run when the gradient is reduced, see it before it
+is accumulated, and may change it. Post-accumulate-grad hooks run when it is in place, like those of sharded weights.
+So hooks change nothing in what ranks send to each other, and a rank may have some that others have not. A gradient that
+`torch.autograd.grad` returns is reduced on the spot, in a message of its own.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
-from gtp.errors import UnsupportedError
+from gtp.errors import GTPStateError, UnsupportedError
 from gtp.runtime.backward import NO_TASK, backward_task
 from gtp.runtime.capture import current_capture
-from gtp.runtime.held import HeldGradient
+from gtp.runtime.held import HeldGradient, plain_gradient
 from gtp.runtime.transport import Transport
 
 
@@ -35,7 +38,6 @@ class _Replicated:
     parameter: weakref.ref[torch.nn.Parameter]
     process_groups: tuple[dist.ProcessGroup, ...]
     arrived: bool = False
-    reduced: bool = False  # what arrived was reduced on the spot
     aside: torch.Tensor | None = None  # what `.grad` held before this backward
     held: HeldGradient | None = None  # contributions that no_sync kept from being reduced
 
@@ -46,11 +48,10 @@ class _Contribution:
     parameter: torch.nn.Parameter
     aside: torch.Tensor | None
     grad: torch.Tensor
-    reduced: bool
 
 
 class _Deferred:
-    """A user's post-accumulate-grad hook, in its place among the parameter's hooks. Autograd calls it too early."""
+    """A user's hook, in its place among the parameter's hooks. Autograd calls it too early."""
 
     __slots__ = ("_owner", "hook")
 
@@ -58,9 +59,56 @@ class _Deferred:
         self.hook = hook
         self._owner = owner
 
-    def __call__(self, parameter: torch.Tensor) -> None:
-        if self._owner() is None:  # the sharded model is gone, and the parameter is an ordinary one again
-            self.hook(parameter)
+    def __call__(self, argument: torch.Tensor) -> Any:
+        owner = self._owner()
+        if owner is None or owner.returns_gradients:  # an ordinary parameter again; or this is the reduced gradient
+            return self.hook(argument)
+        return None
+
+
+class _TensorHooks(OrderedDict[int, Any]):
+    """`parameter._backward_hooks`: ours first, and users' deferred.
+
+    Those of before are still removed from the dict in which they were registered, by their handles.
+    """
+
+    def __init__(self, ours: Callable[..., Any], owner: weakref.ref[ReplicatedGradients], earlier: Any) -> None:
+        super().__init__()
+        self.owner = owner
+        self._earlier = earlier or {}
+        super().__setitem__(RemovableHandle(self).id, ours)
+        for number in self._earlier:
+            self[number] = _while_registered(self._earlier, number)
+
+    def __setitem__(self, number: int, hook: Callable[..., Any]) -> None:
+        super().__setitem__(number, _Deferred(hook, self.owner))
+
+    def of_users(self) -> list[Callable[..., Any]]:
+        """What users registered and have not removed, in order."""
+        return [hook.hook for hook in self.values() if isinstance(hook, _Deferred)]
+
+
+def _while_registered(hooks: Any, number: int) -> Callable[..., Any]:
+    def call(grad: torch.Tensor) -> Any:
+        hook = hooks.get(number)
+        return None if hook is None else hook(grad)
+
+    return call
+
+
+def refuse_other_owner(name: str, parameter: torch.nn.Parameter, owner: ReplicatedGradients | None = None) -> None:
+    """One runtime reduces a parameter's gradient.
+
+    Raises:
+        GTPStateError: the parameter belongs to another sharded model that is alive.
+    """
+    hooks = parameter._backward_hooks
+    other = hooks.owner() if isinstance(hooks, _TensorHooks) else None
+    if other is not None and other is not owner:
+        raise GTPStateError(
+            f"{name} is a parameter of another sharded model, which reduces its gradient; two would reduce it twice. "
+            "Shard a module that holds both models, once, or give each a parameter of its own"
+        )
 
 
 class ReplicatedGradients:
@@ -72,7 +120,8 @@ class ReplicatedGradients:
         self._on_gradient = on_gradient
         self._entries: list[_Replicated] = []
         self._frozen: list[_Replicated] = []  # autograd hooks want a parameter that requires grad
-        self._task, self._task_returns = NO_TASK, False
+        self._task = NO_TASK
+        self.returns_gradients = False  # the running backward is a `torch.autograd.grad`
         self.accumulate_only = False
 
     def add(self, name: str, parameter: torch.nn.Parameter, process_groups: Sequence[dist.ProcessGroup]) -> None:
@@ -103,9 +152,10 @@ class ReplicatedGradients:
                 wide = c.grad.to(torch.promote_types(c.grad.dtype, torch.float32), copy=True)
                 c.entry.held = HeldGradient.beside(c.parameter, wide)
             return []
-        self._reduce([c for c in contributions if not c.reduced])
+        self._reduce(contributions)
         for c in contributions:
-            c.parameter.grad = c.grad if c.aside is None else c.aside.add_(c.grad)
+            self._run_tensor_hooks(c)
+            c.parameter.grad = c.grad if c.aside is None else plain_gradient(c.aside).add_(c.grad)
         return [c.parameter for c in contributions]
 
     def run_hooks(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -120,7 +170,7 @@ class ReplicatedGradients:
             parameter = entry.parameter()
             if entry.arrived and parameter is not None:
                 parameter.grad = entry.aside
-            entry.arrived, entry.reduced, entry.aside = False, False, None
+            entry.arrived, entry.aside = False, None
 
     def discard_held(self) -> None:
         """Drops gradients that `no_sync` accumulated and nobody reduced."""
@@ -135,14 +185,17 @@ class ReplicatedGradients:
             owner, target = mine(), reference()
             return None if owner is None or target is None else owner._on_arrival(entry, target, grad)
 
-        hooks = parameter._backward_hooks
-        users = dict(hooks or {})
-        parameter.register_hook(before_accumulation)
-        hooks = parameter._backward_hooks
-        assert hooks is not None
-        for number in users:  # theirs are to see what ours returns
-            del hooks[number]
-        hooks.update(users)
+        refuse_other_owner(entry.name, parameter, self)
+        parameter._backward_hooks = _TensorHooks(before_accumulation, mine, parameter._backward_hooks)
+
+    def _run_tensor_hooks(self, c: _Contribution) -> None:
+        hooks = c.parameter._backward_hooks
+        if not isinstance(hooks, _TensorHooks) or len(hooks) < 2:
+            return
+        with torch.no_grad():
+            for hook in hooks.of_users():
+                changed = hook(c.grad)
+                c.grad = c.grad if changed is None else changed
 
     def _on_arrival(self, entry: _Replicated, parameter: torch.nn.Parameter, grad: torch.Tensor) -> torch.Tensor | None:
         """A local gradient is about to be accumulated, or returned. The gradient to go on with; None: this one."""
@@ -153,24 +206,17 @@ class ReplicatedGradients:
             )
         task = backward_task()
         if task != self._task:  # asking takes long, and what a backward does with one leaf it does with all
-            self._task, self._task_returns = task, _is_returned(parameter)
-        if self._task_returns:
-            return self._returned(entry, grad)
+            self._task, self.returns_gradients = task, _is_returned(parameter)
+        if self.returns_gradients:
+            return self._returned(entry, parameter, grad)
         self._on_gradient()
-        first = not entry.arrived
-        if first:
+        if not entry.arrived:
             entry.arrived = True
             entry.aside, parameter.grad = parameter.grad, None
             self._defer_hooks(parameter)
-        if self.accumulate_only or len(parameter._backward_hooks or ()) < 2:
-            return None
-        entry.reduced = True
-        if first and entry.held is not None:
-            held, entry.held = entry.held.unless_zeroed(entry.aside), None
-            grad = grad if held is None else held.add_(grad)
-        return self._reduced(entry, parameter, grad)
+        return None
 
-    def _returned(self, entry: _Replicated, grad: torch.Tensor) -> torch.Tensor | None:
+    def _returned(self, entry: _Replicated, parameter: torch.nn.Parameter, grad: torch.Tensor) -> torch.Tensor | None:
         if torch.is_grad_enabled():
             raise UnsupportedError(
                 f"{entry.name}: torch.autograd.grad with create_graph=True by a parameter of a sharded model is not "
@@ -179,12 +225,7 @@ class ReplicatedGradients:
             )
         if current_capture(grad.device):
             return None  # a graphed layer's backward returns it to autograd, which comes here once more
-        return self._reduced(entry, None, grad)
-
-    def _reduced(self, entry: _Replicated, parameter: torch.nn.Parameter | None, grad: torch.Tensor) -> torch.Tensor:
-        owner = parameter if parameter is not None else entry.parameter()
-        assert owner is not None
-        contribution = _Contribution(entry, owner, None, grad, reduced=False)
+        contribution = _Contribution(entry, parameter, None, grad)
         self._reduce([contribution])
         return contribution.grad
 
@@ -202,36 +243,42 @@ class ReplicatedGradients:
             if parameter is None or not (entry.arrived or (entry.held is not None and not self.accumulate_only)):
                 continue
             grad: torch.Tensor | None = None
-            reduced, entry.reduced = entry.reduced, False
             if entry.arrived:
                 grad = None if parameter.grad is None else parameter.grad.detach()
                 parameter.grad, entry.aside, entry.arrived = entry.aside, None, False
             if entry.held is not None:
-                held, entry.held = entry.held.unless_zeroed(parameter.grad), None
+                held, entry.held = entry.held.unless_zeroed(parameter), None
                 if held is not None:
                     grad = held if grad is None else held.add_(grad)
             if grad is not None:
-                contributions.append(_Contribution(entry, parameter, parameter.grad, grad, reduced))
+                contributions.append(_Contribution(entry, parameter, parameter.grad, grad))
         return contributions
 
     def _reduce(self, contributions: list[_Contribution]) -> None:
         batches: dict[tuple[Any, ...], list[_Contribution]] = {}
         for c in contributions:
-            wide = torch.promote_types(c.grad.dtype, torch.float32)
+            wide = torch.promote_types(c.grad.dtype, torch.float32).to_real()
             batches.setdefault((c.entry.process_groups, wide, c.grad.device), []).append(c)
         started = []
         for (process_groups, wide, _), batch in batches.items():
             names = ", ".join(c.entry.name for c in batch)
             for process_group in process_groups:
                 self._transport.agree(process_group, f"reduce the gradients of {names}")
-            flat = torch.cat([c.grad.reshape(-1).to(wide) for c in batch])
+            flat = torch.cat([_as_real(c.grad).reshape(-1).to(wide) for c in batch])
             started.append((flat, batch, process_groups, self._transport.start_all_reduce(flat, process_groups)))
         for flat, batch, process_groups, ticket in started:
             self._transport.finish_all_reduce(ticket)
             if self._mean:
                 flat /= math.prod(group.size() for group in process_groups)
-            for c, reduced in zip(batch, flat.split([c.grad.numel() for c in batch]), strict=True):
-                c.grad = reduced.view(c.grad.shape).to(c.parameter.dtype, copy=True)
+            for c, reduced in zip(batch, flat.split([_as_real(c.grad).numel() for c in batch]), strict=True):
+                shaped = reduced.view(_as_real(c.grad).shape)
+                shaped = torch.view_as_complex(shaped) if c.grad.is_complex() else shaped
+                c.grad = shaped.to(c.parameter.dtype, copy=True)
+
+
+def _as_real(grad: torch.Tensor) -> torch.Tensor:
+    """A complex gradient `[...]` as `[..., 2]`; a real one is itself."""
+    return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
 
 
 def _is_returned(parameter: torch.nn.Parameter) -> bool:

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from gtp.errors import GTPStateError, GTPValueError, UnsupportedError
 from gtp.ops import is_wanted, refuse_double_backward
 from gtp.runtime.group import Member, WeightGroup
-from gtp.runtime.held import GradientMark
+from gtp.runtime.held import GradientMark, mark_of, plain_gradient
 from gtp.runtime.runtime import GTPRuntime, gather_now
 from gtp.runtime.schedule import Phase
 from gtp.weights.functions import dispatch, require_leader
@@ -256,7 +256,7 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
                 self.grad = self.local_state(target)
             elif self.grad.data_ptr() != target.data_ptr():
                 # in a group of one, autograd has accumulated the weight's other uses in the meantime
-                self.grad.add_(target)
+                self.grad = plain_gradient(self.grad.add_(target))
 
     def mark_held(self) -> GradientMark | None:
         """`.grad` as it is beside a gradient that is held unreduced; zeros if there is none."""
@@ -265,12 +265,11 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
         with _plain():
             if self.grad is None:
                 self.grad = self.local_state(self.new_gradient().zero_())
-            return GradientMark.of(self.grad)
+            return GradientMark.on(self)
 
     def was_zeroed_since(self, mark: GradientMark) -> bool:
         """Whether `.grad` was removed, replaced or zeroed since."""
-        with _plain():
-            return mark.was_zeroed(self.grad)
+        return mark.was_zeroed(self)
 
     def run_gradient_hooks(self) -> None:
         """Runs the hooks of `register_post_accumulate_grad_hook`."""
@@ -309,6 +308,9 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
             if tuple(grad.shape) == self.handle.layout.shard_shape and self._has_padding():
                 plain[self.handle.layout.valid_rows :].zero_()
             self.grad = self.local_state(plain)
+            mark = mark_of(grad)
+            if mark is not None:  # `weight.grad = weight.grad` replaces nothing
+                mark.put_on(self)
 
     def set_data(self, data: torch.Tensor) -> None:
         """`weight.data = data`: re-points the shard's storage. Shape, dtype and device type must stay.

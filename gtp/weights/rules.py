@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gtp.errors import GTPValueError, UnsupportedError
+from gtp.runtime.held import note_zeroing
 from gtp.weights.norms import foreach_norm, vector_norm
 from gtp.weights.shard_tensor import LocalShard
 
@@ -201,6 +202,7 @@ def _written(
     result = call_plain(func, args, kwargs)
     for shard in shards:
         shard.after_write()
+    note_zeroing(name, args, kwargs)
     return result
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from gtp.errors import GTPStateError, GTPValueError
 from gtp.protocol import is_distributed_weight
+from gtp.runtime.replicated import refuse_other_owner
 from gtp.weights.axes import Axes, GroupOrMesh
 
 
@@ -171,6 +172,7 @@ def _refuse_sharded(sites: list[_Site]) -> None:
                 f"{names[0]} is sharded already. Shard a model once, from its root; give different axes to different "
                 "weights with a mapping from name pattern to group"
             )
+        refuse_other_owner(names[0], parameter)
         kind = type(parameter).__name__
         if (
             kind in ("DTensor", "FlatParameter")

@@ -89,7 +89,8 @@ def shard_model(
     for members in selection.groups:
         _register(runtime, members, layouts, shards)
     for choice in selection.choices:
-        if not choice.sharded and choice.axes.all and choice.parameter.is_floating_point():
+        differentiable = choice.parameter.is_floating_point() or choice.parameter.is_complex()
+        if not choice.sharded and choice.axes.all and differentiable:
             runtime.replicated.add(choice.name, choice.parameter, choice.axes.all)
     runtime.attach(model)
     watch_parameters(model)
