@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from gtp.errors import GTPStateError
-from gtp.ops.peer import Arena, CudaDriver, Driver, LocalArena, SymmetricArena, Watchdog
+from gtp.ops.peer import Arena, ArenaFactory, CudaDriver, Driver, LocalArena, SymmetricArena, Watchdog
 from gtp.runtime.copy_plans import GatherPlan, ReducePlan, plan_gather, plan_messages
-from gtp.runtime.domain import ArenaFactory, Domain
+from gtp.runtime.domain import Domain
 from gtp.runtime.events import Events, Ticket
 from gtp.runtime.group import Member, WeightGroup
 from gtp.runtime.mail import Mail

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gtp.ops.peer import WORD, Arena, Driver, Handshake, aligned
+from gtp.ops.peer import WORD, ArenaFactory, Driver, Handshake, Watch, aligned
 from gtp.runtime.group import Member, WeightGroup
-
-Watch = Callable[["Domain", str, Mapping[int, int]], int]
-"""Given a domain, what a rank that does not come has failed to do, and per peer the index of the flag that a wait is
-for: the address of a word that is 1 while a stream waits. See `Watchdog.site`."""
-
-ArenaFactory = Callable[[int, dist.ProcessGroup], Arena]
-"""Makes zeroed memory of a size in bytes on every rank of a group. Collective."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ import torch.distributed as dist
 from gtp.errors import GTPStateError
 from gtp.ops.collective_backends.base import Factor, Gathering, GemmBackend
 from gtp.ops.collective_backends.collective import Gathered, multiply, sum_of_products
-from gtp.ops.collective_backends.workspace import ArenaFactory, Slot, Workspace
-from gtp.ops.peer import Arena, CudaDriver, Driver, SymmetricArena, Watchdog
+from gtp.ops.collective_backends.workspace import Slot, Workspace
+from gtp.ops.peer import Arena, ArenaFactory, CudaDriver, Driver, SymmetricArena, Watchdog
 
 _TILE = 64 * 64  # elements of a product, per SM, from which it is a GEMM of its own
 _ADVICE: Final = (

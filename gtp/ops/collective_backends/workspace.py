@@ -9,22 +9,16 @@ replays need no counters.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from gtp.ops.peer import WORD, Arena, Driver, Handshake, aligned
+from gtp.ops.peer import WORD, ArenaFactory, Driver, Handshake, Watch, aligned
 
 SLOTS = 2
 _MOST_VIEWS = 256
-
-ArenaFactory = Callable[[int, dist.ProcessGroup], Arena]
-"""Makes zeroed memory of a size in bytes on every rank of a group. Collective."""
-
-Watch = Callable[["Workspace", str, Mapping[int, int]], int]
-"""`Watchdog.site`."""
 
 _ABSENT: Final = {"full": "to send its part of a collective GEMM", "empty": "to take what was sent to it for one"}
 

@@ -10,13 +10,14 @@ driver.submit(hands.post, stream)       # see [Note: signals that replay] for th
 
 from gtp.ops.peer.driver import CudaDriver, Driver, SignalOp, Wait, Write
 from gtp.ops.peer.handshake import WORD, Handshake
-from gtp.ops.peer.memory import Arena, LocalArena, SymmetricArena, aligned
+from gtp.ops.peer.memory import Arena, ArenaFactory, LocalArena, SymmetricArena, aligned
 from gtp.ops.peer.probe import why_not
-from gtp.ops.peer.watchdog import Watchdog
+from gtp.ops.peer.watchdog import Watch, Watchdog
 
 __all__ = [
     "WORD",
     "Arena",
+    "ArenaFactory",
     "CudaDriver",
     "Driver",
     "Handshake",
@@ -24,6 +25,7 @@ __all__ = [
     "SignalOp",
     "SymmetricArena",
     "Wait",
+    "Watch",
     "Watchdog",
     "Write",
     "aligned",

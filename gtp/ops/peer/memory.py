@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -30,6 +30,10 @@ class Arena(Protocol):
 
     local: torch.Tensor
     pointers: Sequence[int]
+
+
+ArenaFactory = Callable[[int, dist.ProcessGroup], Arena]
+"""Makes zeroed memory of a size in bytes on every rank of a group. Collective."""
 
 
 class LocalArena:

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -38,6 +38,11 @@ class Watched(Protocol):
     def flags(self) -> torch.Tensor:
         """This rank's flag words, int32."""
         ...
+
+
+Watch = Callable[[Watched, str, Mapping[int, int]], int]
+"""`Watchdog.site`: given an owner of flags, what a rank that does not come has failed to do, and per peer the index of
+the flag that a wait is for: the address of a word that is 1 while a stream waits."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
