@@ -154,11 +154,17 @@ def test_muon_and_adamw_train_a_model_together(ranks):
     ranks(2).run(_trains_in_a_model)
 
 
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+
 def _refuses_sharded():
-    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6))
-    gtp.shard_model(model, dist.group.WORLD, include=["0.weight", "1.weight"])
-    with pytest.raises(GTPValueError, match=r"1\.weight: Muon orthogonalizes matrices, .* shape \(6,\).*AdamW"):
-        Muon([model[0].weight, model[1].weight])
+    model = nn.Sequential(nn.Linear(4, 6), Scale())
+    gtp.shard_model(model, dist.group.WORLD, include=["0.weight", "1.scale"])
+    with pytest.raises(GTPValueError, match=r"1\.scale: Muon orthogonalizes matrices, .* shape \(6,\).*AdamW"):
+        Muon([model[0].weight, model[1].scale])
 
 
 def test_what_is_no_matrix_is_refused_by_name(ranks):
