@@ -6,18 +6,18 @@ import dataclasses
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from gtp.errors import GTPStateError, GTPValueError, UnsupportedError
-from gtp.ops import is_wanted, refuse_double_backward
 from gtp.runtime.group import Member, WeightGroup
 from gtp.runtime.held import GradientMark, mark_of, plain_gradient
 from gtp.runtime.runtime import GTPRuntime, gather_now
 from gtp.runtime.schedule import Phase
+from gtp.weights.full_tensor import differentiable_full_tensor
 from gtp.weights.functions import dispatch, require_leader
 from gtp.weights.layout import ShardLayout
 from gtp.weights.rows import ShardRows
@@ -49,31 +49,6 @@ class WeightHandle:
     def member(self) -> Member:
         """The runtime's record of this weight."""
         return self.group.members[self.position]
-
-
-class _FullTensor(torch.autograd.Function):
-    """Shard `[shard_rows, *trailing]` to full weight; backward reduces the full gradient as it does a wgrad."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: GTPWeight) -> torch.Tensor:
-        ctx.weight = weight
-        return weight._gather()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
-        handle: WeightHandle = ctx.weight.handle
-        refuse_double_backward([ctx.weight])
-        if not is_wanted(ctx, 0):
-            return None
-        wgrads = [
-            grad if position == handle.position else grad.new_zeros((member.rows, *member.trailing))
-            for position, member in enumerate(handle.group.members)
-        ]
-        returned = handle.runtime.finalize(handle.group, wgrads)
-        return None if returned is None else returned[handle.position]
-
-
-_full_tensor = cast("Callable[[GTPWeight], torch.Tensor]", _FullTensor.apply)
 
 
 class GTPWeight(LocalShard, torch.nn.Parameter):
@@ -143,8 +118,12 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
 
     @property
     def shard(self) -> torch.Tensor:
-        """This rank's rows and padding `[shard_rows, *trailing]`, a plain tensor that may be written; not a copy."""
-        self.before_write()
+        """This rank's rows and padding `[shard_rows, *trailing]`, a plain tensor; not a copy.
+
+        Plain memory, to look at whenever one likes, on any rank. To be written only between lines: after a backward or
+        after a forward without grad mode, when no rank is gathering. `weight.data` and arithmetic on the weight itself
+        under `torch.no_grad()` may be written at any time, by all ranks alike.
+        """
         return self.plain_shard()
 
     def full_tensor(self) -> torch.Tensor:
@@ -155,9 +134,10 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
         """
         with _plain():
             differentiable = self.requires_grad and torch.is_grad_enabled()
-        return _full_tensor(self) if differentiable else self._gather()
+        return differentiable_full_tensor(self) if differentiable else self.gathered()
 
-    def _gather(self) -> torch.Tensor:
+    def gathered(self) -> torch.Tensor:
+        """`full_tensor()`, as autograd sees it: a constant."""
         group = self.handle.group
         self.handle.runtime.transport.agree(group.process_group, f"call full_tensor of {self.handle.name}")
         return gather_now(self.plain_shard(), self.group)[: self.handle.layout.rows].clone()
@@ -175,9 +155,12 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
 
     def local_state(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, made of the shard or after it, marked as this rank's rows if it has the shard's shape."""
+        origin = self.handle.origin
         with _plain():
-            shape = tensor.shape
-        return ShardRows.of(tensor, self.origin) if shape == self.origin.shape else tensor
+            if tensor.shape != origin.shape:
+                return tensor
+            is_alias = tensor.data_ptr() == self.data_ptr()
+        return ShardRows.of(tensor, origin, self.handle.member.owner if is_alias else None)
 
     # -- DistributedWeight ---------------------------------------------------------------------------------------
 
@@ -219,9 +202,9 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
             return self.detach()
 
     def writable_shard(self) -> torch.Tensor:
-        """`weight.data` and `weight.detach()`: an alias, which may be written. It shares the version counter, unlike
-        torch's own `.data`: prefetched copies know by it that they are stale."""
-        return self.local_state(self.shard)
+        """`weight.data` and `weight.detach()`: an alias, which may be written, and tells the weight so. It shares the
+        version counter, unlike torch's own `.data`: prefetched copies know by it that they are stale."""
+        return self.local_state(self.plain_shard())
 
     def adopt(self, shard: torch.Tensor) -> None:
         """The transport keeps the shard in memory of its own: use that."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gtp.runtime.held import mark_of
 from gtp.weights.layout import ShardLayout
 from gtp.weights.rules import apply, call_plain, needs_full, plain_access
 from gtp.weights.shard_tensor import LocalShard, ShardOrigin, no_pickle
@@ -23,6 +24,10 @@ class ShardRows(LocalShard, torch.Tensor):
     see [Note: one shard is not the weight]. `.shard` is the plain local tensor for who wants it, `.full_tensor()` the
     whole.
 
+    Rows that are a weight's own memory (`weight.data`, `weight.detach()`, views of them) know the weight, and it is
+    told before they are written: whenever they were taken, a write is ordered against gathers. All ranks must write
+    alike; looking costs nothing and is each rank's own business.
+
     torch.distributed.checkpoint saves it as rows of the whole, also out of
     `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`. Loading such a state dict with plain
     `torch.distributed.checkpoint.load` takes torch >= 2.14; older ones refuse it because of its size.
@@ -30,15 +35,24 @@ class ShardRows(LocalShard, torch.Tensor):
     """
 
     _origin: ShardOrigin
+    _weight: Callable[[], Any] | None = None  # a weak reference to the weight whose memory this is
 
     @staticmethod
-    def of(tensor: torch.Tensor, origin: ShardOrigin) -> torch.Tensor:
-        """`tensor` `[shard_rows, *trailing]` marked as rows, over the same storage; itself where a shard is all."""
+    def of(tensor: torch.Tensor, origin: ShardOrigin, weight: Callable[[], Any] | None = None) -> torch.Tensor:
+        """`tensor` `[shard_rows, *trailing]` marked as rows, over the same storage; itself where a shard is all.
+
+        Args:
+            tensor: Plain.
+            origin: Which rows they are.
+            weight: A weak reference to the `GTPWeight` whose memory `tensor` is, if it is one's.
+        """
         if origin.is_whole:
             return tensor
         with plain_access():
             rows = (tensor if tensor.requires_grad else tensor.detach()).as_subclass(ShardRows)
         rows._origin = origin
+        if weight is not None:
+            rows._weight = weight
         return rows
 
     @property
@@ -51,14 +65,30 @@ class ShardRows(LocalShard, torch.Tensor):
 
     @property
     def shard(self) -> torch.Tensor:
-        """The plain local tensor over the same storage."""
+        """The plain local tensor over the same storage. Where that is a weight's: for looking, as `GTPWeight.shard`."""
         with plain_access():
             return self.detach().as_subclass(torch.Tensor)
 
     def local_state(self, tensor: torch.Tensor) -> torch.Tensor:
         with plain_access():
-            shape = tensor.shape
-        return ShardRows.of(tensor, self._origin) if shape == self._origin.shape else tensor
+            if tensor.shape != self._origin.shape:
+                return tensor
+            is_alias = self._weight is not None and tensor.data_ptr() == self.data_ptr()
+        rows = ShardRows.of(tensor, self._origin, self._weight if is_alias else None)
+        mark = mark_of(self)
+        if mark is not None and tensor.data_ptr() == self.data_ptr():  # zeroing the alias zeroes the gradient
+            rows.gradient_mark = mark  # type: ignore[attr-defined]
+        return rows
+
+    def before_write(self) -> None:
+        weight = None if self._weight is None else self._weight()
+        if weight is not None:
+            weight.before_write()
+
+    def after_write(self) -> None:
+        weight = None if self._weight is None else self._weight()
+        if weight is not None:
+            weight.after_write()
 
     def checkpoint_part(self) -> tuple[torch.Tensor, ShardLayout]:
         return self.shard, self._origin.layout
@@ -110,13 +140,15 @@ class ShardRows(LocalShard, torch.Tensor):
 
 
 def _get(func: Any, args: tuple[Any, ...]) -> Any:
+    rows: ShardRows = args[0]
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    if attribute == "data":  # with the version counter, by which prefetched copies know that they are stale
+        return rows.detach()
     value = call_plain(func, args, {})
     if not isinstance(value, torch.Tensor):
         return value
-    rows: ShardRows = args[0]
-    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
     if attribute == "_base":
         return value
-    if attribute in ("data", "grad", "_grad"):
+    if attribute in ("grad", "_grad"):
         return value if isinstance(value, LocalShard) else rows.local_state(value)
     raise needs_full(func, f"Tensor.{attribute}", rows)

@@ -29,10 +29,8 @@ METADATA = frozenset(
     """.split()
 )
 
-# New tensors with the shard's metadata; nothing of its values.
-_FACTORIES = frozenset(
-    "zeros_like ones_like empty_like full_like rand_like randn_like new_empty new_zeros new_ones new_full new".split()
-)
+# New tensors with the shard's metadata; nothing of its values, nor of a seed.
+_FACTORIES = frozenset("zeros_like ones_like empty_like full_like new_empty new_zeros new_ones new_full new".split())
 
 _ARITHMETIC = frozenset(
     """
@@ -61,7 +59,9 @@ _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 _NORMS = frozenset([torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm])
 
-_RANDOM = frozenset("normal uniform random bernoulli cauchy exponential geometric log_normal erfinv".split())
+_RANDOM = frozenset(
+    "normal uniform random bernoulli cauchy exponential geometric log_normal rand_like randn_like randint_like".split()
+)
 
 
 def call_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -107,6 +107,8 @@ def apply(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
     base = name.rstrip("_") if not name.endswith("__") else name
     if (base not in ELEMENTWISE and base not in _VIEWS) or _makes_graph(name, args, kwargs, shards):
         raise needs_full(func, name, shard)
+    if base == "where" and len(args) + len(kwargs) == 1:  # indices of nonzero elements, which would be this rank's
+        raise needs_full(func, name, shard)
     if base in _VIEWS:
         view = call_plain(func, args, kwargs)
         if view.shape != shard.origin.shape:
@@ -134,7 +136,17 @@ def _is_mask(index: Any, shard: LocalShard) -> bool:
 
 def _writes(name: str, kwargs: dict[str, Any]) -> bool:
     in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name == "__setitem__" or name.startswith("__i") or "out" in kwargs
+    return in_place or name == "__setitem__" or name.startswith("__i") or kwargs.get("out") is not None
+
+
+def _written_to(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], shards: Sequence[LocalShard]
+) -> Sequence[LocalShard]:
+    """Of the shards among the arguments, those that the call writes: the others are only looked at."""
+    out = kwargs.get("out")
+    if name in _FUSED or (out is None and not args):
+        return shards
+    return [t for t in tensors_in([args[0] if out is None else out]) if isinstance(t, LocalShard)]
 
 
 def _on_lists(
@@ -194,13 +206,14 @@ def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 def _written(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], shards: Sequence[LocalShard], func: Callable[..., Any]
 ) -> Any:
-    """Calls `func`; if it writes, the shards know before and after."""
+    """Calls `func`; the shards that it writes know before and after."""
     if not _writes(name, kwargs):
         return call_plain(func, args, kwargs)
-    for shard in shards:
+    written = _written_to(name, args, kwargs, shards)
+    for shard in written:
         shard.before_write()
     result = call_plain(func, args, kwargs)
-    for shard in shards:
+    for shard in written:
         shard.after_write()
     note_zeroing(name, args, kwargs)
     return result

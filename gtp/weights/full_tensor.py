@@ -1,0 +1,51 @@
+"""The full weight as a tensor of autograd: what is computed from it by any function reaches the shard's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from gtp.errors import GTPStateError
+from gtp.ops import is_wanted, refuse_double_backward
+
+if TYPE_CHECKING:
+    from gtp.weights.parameter import GTPWeight, WeightHandle
+
+
+class _FullTensor(torch.autograd.Function):
+    """Shard `[shard_rows, *trailing]` to full weight; backward reduces the full gradient as it does a wgrad."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: GTPWeight) -> torch.Tensor:
+        ctx.weight = weight
+        return weight.gathered()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
+        handle: WeightHandle = ctx.weight.handle
+        refuse_double_backward([ctx.weight])
+        if not is_wanted(ctx, 0):
+            return None
+        wgrads = [
+            # a copy of what others may be reading: whoever finalizes may scale in place
+            grad.clone() if position == handle.position else grad.new_zeros((member.rows, *member.trailing))
+            for position, member in enumerate(handle.group.members)
+        ]
+        outcomes = _leader(handle).finalize_group_grads(wgrads)
+        if outcomes is None or isinstance(outcomes, torch.Tensor):
+            return outcomes
+        return outcomes[handle.position]
+
+
+def _leader(handle: WeightHandle) -> GTPWeight:
+    """The weight that answers for the group."""
+    member = handle.group.members[0]
+    leader = member.owner()
+    if leader is None:
+        raise GTPStateError(f"{member.name}: it was deleted, and {handle.name} is gathered together with it")
+    return cast("GTPWeight", leader)
+
+
+differentiable_full_tensor = cast("Callable[[GTPWeight], torch.Tensor]", _FullTensor.apply)
