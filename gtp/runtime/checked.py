@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +9,9 @@ import torch
 import torch.distributed as dist
 
 from gtp.errors import DesyncError
+from gtp.ops.notes import Notes
 from gtp.runtime.group import WeightGroup
 from gtp.runtime.transport import Transport
-
-_KEPT = 4  # own notes that stay in the store; peers are at most one step behind
 
 
 class CheckedTransport(Transport):
@@ -26,11 +24,8 @@ class CheckedTransport(Transport):
 
     def __init__(self, inner: Transport, timeout: float) -> None:
         self._inner = inner
-        self._timeout = datetime.timedelta(seconds=timeout)
-        self._seconds = timeout
-        self._store = dist.PrefixStore("gtp.debug", dist.distributed_c10d._get_default_store())
-        self._steps: dict[str, int] = {}
-        self._notes: dict[str, str] = {}
+        self._timeout = timeout
+        self._notes: dict[str, Notes] = {}  # by name of the group
         self._groups: list[dist.ProcessGroup] = []
         self.name = inner.name
         self.peers_read = inner.peers_read
@@ -44,39 +39,24 @@ class CheckedTransport(Transport):
         if process_group.size() == 1:
             return
         name = process_group.group_name
-        step = self._steps.get(name, 0)
-        self._steps[name] = step + 1
+        notes = self._notes.get(name)
+        if notes is None:
+            notes = self._notes[name] = Notes("gtp.debug", process_group, self._timeout)
         me = dist.get_rank()
-        if step == 0:
-            # Another runtime over this group, of before or beside this one, must not be read for this one. Ranks make
-            # their runtimes in the same order; counted in the store, since no module keeps state.
-            self._notes[name] = f"{name}/{self._store.add(f'{name}/runtimes/{me}', 1)}"
-        notes = self._notes[name]
-        self._store.set(f"{notes}/{step}/{me}", what)
-        if step >= _KEPT:
-            self._store.delete_key(f"{notes}/{step - _KEPT}/{me}")
-        for rank in dist.get_process_group_ranks(process_group):
-            if rank != me:
-                self._compare(name, step, me, rank, what)
-
-    def _compare(self, name: str, step: int, me: int, rank: int, what: str) -> None:
-        key = f"{self._notes[name]}/{step}/{rank}"
-        try:
-            self._store.wait([key], self._timeout)
-        except dist.DistStoreError as error:
-            raise DesyncError(
-                f"rank {me} is about to do step {step} of group {name}, {what}, and rank {rank} did not come within "
-                f"{self._seconds:g} s. It has left its forward or backward, or waits elsewhere. All ranks of a GTP "
-                "group must use the same weights in the same order; a rank without work for a module must still run "
-                "it"
-            ) from error
-        theirs = self._store.get(key).decode()
-        if theirs != what:
-            raise DesyncError(
-                f"ranks of group {name} disagree at step {step}: rank {me} is about to do {what}; rank {rank}: "
-                f"{theirs}. All ranks of a GTP group must use the same weights in the same order; a rank without work "
-                "for a module must still run it (on an empty or masked input)"
-            )
+        for rank, theirs in notes.exchange(what):
+            if theirs is None:
+                raise DesyncError(
+                    f"rank {me} is about to do step {notes.step} of group {name}, {what}, and rank {rank} did not come "
+                    f"within {self._timeout:g} s. It has left its forward or backward, or waits elsewhere. All ranks "
+                    "of a GTP group must use the same weights in the same order; a rank without work for a module must "
+                    "still run it"
+                )
+            if theirs != what:
+                raise DesyncError(
+                    f"ranks of group {name} disagree at step {notes.step}: rank {me} is about to do {what}; rank "
+                    f"{rank}: {theirs}. All ranks of a GTP group must use the same weights in the same order; a rank "
+                    "without work for a module must still run it (on an empty or masked input)"
+                )
 
     def prepare(self, groups: Sequence[WeightGroup]) -> None:
         self._groups = list(dict.fromkeys(g.process_group for g in groups))
