@@ -48,7 +48,8 @@ class BackwardTracker:
     before that.
 
     Args:
-        on_end: Called once, inside the outermost `backward()`, after its last node.
+        on_end: Called once, inside the outermost `backward()`, after its last node. Calls `forget` when all is
+            delivered; raises before, and the backward counts as one that raised.
         on_death: Called while a backward's exception is on its way to the user, who may well go on to zero gradients.
             Must not block: other ranks may not have raised.
         on_failure: Called when a backward is entered, or work outside of one begins, and an earlier one is found to
@@ -103,10 +104,10 @@ class BackwardTracker:
         self._on_failure()
 
     def _ended(self, task: int) -> None:
-        self._tasks.pop(task, None)
         self._current = NO_TASK
-        if not self._expected and all(ref() is None for ref in self._tasks.values()):
-            self._tasks.clear()
+        if self._expected or any(ref() is not None for other, ref in self._tasks.items() if other != task):
+            self._tasks.pop(task, None)
+        else:
             self._on_end()
 
 

@@ -234,8 +234,7 @@ class CopyEngineTransport(Transport):
         divisor: int,
     ) -> Ticket:
         self._alive()
-        wire = wgrads[0].dtype
-        key = (group.index, wire)
+        key = (group.index, *[wgrad.dtype for wgrad in wgrads])
         plan = self._reduce_plans.get(key)
         if plan is None:
             plan = self._reduce_plans[key] = self._plan_reduce(group, wgrads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -66,7 +67,7 @@ class Reducer:
         return full
 
     def finalize(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> None:
-        """Takes the full wgrads of a group. They may be overwritten by the caller on return."""
+        """Takes the full wgrads of a group: those of `grad_buffer` are kept, and copies of others."""
         for member, wgrad in zip(group.members, wgrads, strict=True):
             if tuple(wgrad.shape) != (member.rows, *member.trailing):
                 raise GTPStateError(
@@ -85,11 +86,12 @@ class Reducer:
                 held.padded += padded[position].padded
                 self._pool.let_go(padded[position].buffer)
                 padded[position] = held
-        self._start(group, padded)
+        self._start(group, padded if len(padded) == 1 else self._alike(group, padded))
 
     def reduce_now(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The reduced gradients of the shards in fresh tensors, complete in the order of the current stream."""
         padded = [self._take(group, member, wgrad) for member, wgrad in zip(group.members, wgrads, strict=True)]
+        padded = self._alike(group, padded)
         into = [self._owner(member).new_gradient() for member in group.members]
         ticket = self._transport.start_reduce(
             group, [w.padded for w in padded], into, [False] * len(into), self._divisor(group)
@@ -109,6 +111,7 @@ class Reducer:
         for owner, target in self._targets.items():
             owner.gradient_delivered(target)
         self._targets.clear()
+        self._let_go_of_lent()
         return owners
 
     def switch(self, pool: BufferPool) -> None:
@@ -122,7 +125,7 @@ class Reducer:
                 "a CUDA graph capture begins or ends while gradients are being reduced or are held by no_sync: capture "
                 "whole steps, and end no_sync with a reducing backward first"
             )
-        self._lent.clear()
+        self._let_go_of_lent()
         self._pool = pool
 
     def abandon(self) -> None:
@@ -137,6 +140,9 @@ class Reducer:
             for target, value in before:
                 target.copy_(value)
         self._targets.clear()
+        self._let_go_of_lent()
+
+    def _let_go_of_lent(self) -> None:
         for wgrad in self._lent.values():
             self._pool.let_go(wgrad.buffer)
         self._lent.clear()
@@ -164,25 +170,45 @@ class Reducer:
 
     def _take(self, group: WeightGroup, member: Member, wgrad: torch.Tensor) -> _Wgrad:
         lent = self._lent.pop(wgrad.data_ptr(), None)
-        if lent is not None:
-            if lent.padded.shape == member.padded_shape(group.size) and wgrad.dtype == lent.padded.dtype:
-                return lent
-            self._pool.let_go(lent.buffer)
+        if (
+            lent is not None
+            and _is_first_rows(wgrad, lent.padded)
+            and len(lent.padded) == member.shard_rows * group.size
+        ):
+            return lent
         own = self._lease(group, member, self._config.reduce_dtype or wgrad.dtype)
         own.padded[: member.rows].copy_(wgrad)
+        if lent is not None:  # another view of that memory, which has been read now
+            self._pool.let_go(lent.buffer)
         return own
+
+    def _alike(self, group: WeightGroup, padded: list[_Wgrad]) -> list[_Wgrad]:
+        """All in the widest dtype among them, as transports want the wgrads of one group."""
+        dtypes = {wgrad.padded.dtype for wgrad in padded}
+        if len(dtypes) == 1:
+            return padded
+        widest = functools.reduce(torch.promote_types, dtypes)
+        return [
+            wgrad if wgrad.padded.dtype == widest else self._widened(group, member, wgrad, widest)
+            for member, wgrad in zip(group.members, padded, strict=True)
+        ]
+
+    def _widened(self, group: WeightGroup, member: Member, wgrad: _Wgrad, dtype: torch.dtype) -> _Wgrad:
+        """A copy of `wgrad`, which is let go."""
+        wide = self._lease(group, member, dtype)
+        wide.padded.copy_(wgrad.padded)
+        self._pool.let_go(wgrad.buffer)
+        return wide
 
     def _hold(self, group: WeightGroup, member: Member, wgrad: _Wgrad) -> None:
         held = self._held(member)
         if held is not None:
             held.padded += wgrad.padded
+            self._pool.let_go(wgrad.buffer)
         else:
             wide = torch.promote_types(wgrad.padded.dtype, torch.float32)
-            held = self._lease(group, member, wide)
-            held.padded.copy_(wgrad.padded)
-            self._unreduced[member] = held
+            self._unreduced[member] = self._widened(group, member, wgrad, wide)
             self._marks[member] = self._owner(member).mark_held()
-        self._pool.let_go(wgrad.buffer)
 
     def _held(self, member: Member) -> _Wgrad | None:
         """What is held for a member, unless the user has zeroed its gradient since."""
@@ -210,7 +236,7 @@ class Reducer:
                         held = self._lease(group, member, torch.promote_types(group.compute_dtype, torch.float32))
                         held.padded.zero_()
                     padded.append(held)
-                self._start(group, padded)
+                self._start(group, self._alike(group, padded))
 
     def _start(self, group: WeightGroup, padded: list[_Wgrad]) -> None:
         into: list[torch.Tensor] = []
@@ -250,6 +276,13 @@ class Reducer:
     def _finish_oldest(self) -> None:
         flight = self._in_flight.popleft()
         self._in_flight_bytes -= flight.nbytes
-        self._transport.finish_reduce(flight.ticket)
-        for wgrad in flight.wgrads:
-            self._pool.let_go(wgrad.buffer)
+        try:
+            self._transport.finish_reduce(flight.ticket)
+        finally:
+            for wgrad in flight.wgrads:
+                self._pool.let_go(wgrad.buffer)
+
+
+def _is_first_rows(wgrad: torch.Tensor, padded: torch.Tensor) -> bool:
+    """Whether `wgrad`, which begins where `padded` does, is its first rows and not another view of that memory."""
+    return wgrad.dtype == padded.dtype and wgrad.shape[1:] == padded.shape[1:] and wgrad.stride() == padded.stride()

@@ -219,7 +219,11 @@ class GTPRuntime:
             return self._reducer.reduce_now(group, wgrads)
         self._reducer.finalize(group, wgrads)
         if task == NO_TASK:
-            self._end_of_backward()
+            try:
+                self._end_of_backward()
+            except BaseException:
+                self._abandon()  # inside a backward, its tracker sees to that
+                raise
         return None
 
     @contextmanager
@@ -343,6 +347,7 @@ class GTPRuntime:
         owners = self._reducer.end_backward()
         parameters = self.replicated.end_backward()
         self._gatherer.close_line()
+        self._backward.forget()
         # Hooks may step an optimizer: only now may shards be written.
         with torch.no_grad():
             for owner in owners:
