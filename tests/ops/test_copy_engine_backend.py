@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gtp.errors import DesyncError, GTPStateError
+from gtp.errors import GTPStateError
 from gtp.ops.collective_backends import Factor, auto, copy_engine
 from gtp.ops.collective_backends.auto import AutoBackend
 from gtp.ops.collective_backends.copy_engine import CopyEngineBackend
@@ -293,71 +293,6 @@ def test_c77_graphs_stay_right_when_the_workspace_grows_after_their_capture():
                 check()
 
 
-def test_an_error_inside_leaves_the_protocol_whole():
-    """A user's error in every rank's block: the next operations are right."""
-    with sizes(split=True):
-        ranks = Ranks(2)
-        for rank in range(2):
-            shard = torch.ones(2, 2)
-            ranks.alive.append(shard)
-            with ranks.on(rank) as backend, pytest.raises(ValueError, match="mine"), backend.gather(shard, whole=True):
-                raise ValueError("mine")
-        program(ranks)
-        ranks.finish(0)
-
-
-def out_of_memory_after(calls: int, real: Callable[..., None]) -> Callable[..., None]:
-    left = iter(range(calls))
-
-    def call(*args: object, **kwargs: object) -> None:
-        if next(left, None) is None:
-            raise torch.OutOfMemoryError("mine")
-        real(*args, **kwargs)
-
-    return call
-
-
-def scatter_that_fails(ranks: Ranks, failing: Sequence[int], function: str, calls: int) -> list[torch.Tensor]:
-    """A reduce-scatter that runs out of memory on some ranks; what it gives on the others."""
-    outs = []
-    for rank in range(ranks.size):
-        a, b = torch.ones(2 * ranks.size, 2), torch.ones(2, 3)
-        ranks.alive += [a, b]
-        with ranks.on(rank) as backend:
-            if rank not in failing:
-                outs.append(ranks.copy(rank, backend.matmul_reduce_scatter([(a, b)])))
-                continue
-            fails = out_of_memory_after(calls, getattr(copy_engine, function))
-            with mock.patch.object(copy_engine, function, fails), pytest.raises(torch.OutOfMemoryError, match="mine"):
-                backend.matmul_reduce_scatter([(a, b)])
-    return outs
-
-
-@pytest.mark.parametrize("function, calls", [("sum_of_products", 0), ("sum_of_products", 1), ("add_blocks", 0)])
-@pytest.mark.parametrize("size", [2, 3])
-def test_an_error_in_a_reduce_scatter_leaves_the_protocol_whole(size, function, calls):
-    """Out of memory in the middle of it, on every rank: the next operations are right."""
-    with sizes(split=True):
-        ranks = Ranks(size, room=1 << 12)  # for all: a workspace that grows has fresh flags
-        scatter_that_fails(ranks, range(size), function, calls)
-        program(ranks)
-        ranks.finish(0)
-        program(ranks, 20)
-        ranks.finish(1, ahead=1)
-
-
-def test_ranks_whose_peer_fails_alone_in_a_reduce_scatter_get_no_plausible_numbers():
-    """They get not-a-numbers, and do not wait for ever; should all go on, the next operations are right."""
-    with sizes(split=True):
-        ranks = Ranks(3, room=1 << 12)
-        outs = scatter_that_fails(ranks, [1], "sum_of_products", 0)
-        program(ranks)
-        ranks.finish(0)
-        assert len(outs) == 2
-        for out in outs:
-            assert torch.isnan(out).all()
-
-
 def test_every_wait_for_a_peer_is_watched():
     """By the word that a stream waits for, and in words that say what the peer has not done."""
     machine = Machine(3)
@@ -415,20 +350,6 @@ def test_auto_takes_a_collective_for_small_reduce_scatters_in_eager_code_only():
         driver.begin_capture()
         took.append(backend.matmul_reduce_scatter(small))
     assert took == ["collective", "copies", "copies", "copies"]
-
-
-@pytest.mark.parametrize("kind", [CopyEngineBackend, AutoBackend])
-def test_ranks_that_disagree_find_out_before_memory_is_made_together(kind):
-    """Making it is collective: ranks of different shapes would hang there instead."""
-    driver, made = SimulatedDriver(Machine(2), 0), []
-    group = FakeGroup("tp", range(2), 0)
-    backend = kind(group, CPU, driver=driver, make_arena=lambda nbytes, group: made.append(nbytes))  # type: ignore[arg-type]
-    with (
-        mock.patch.object(backend._agreement, "check", side_effect=DesyncError("ranks differ")),
-        pytest.raises(DesyncError, match="ranks differ"),
-    ):
-        backend.matmul_reduce_scatter([(torch.ones(4, 8), torch.ones(8, 6))])
-    assert made == []
 
 
 # --- the tests can fail
