@@ -266,3 +266,33 @@ def _one_of_a_group_is_held():
 
 def test_a_group_of_which_one_gradient_is_held_is_reduced_in_one_dtype(ranks):
     ranks(2).run(_one_of_a_group_is_held)
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise MemoryError
+
+
+def _released_and_zeroed():
+    """The recipe of the introduction. Additions come as late as a stream may: when the current one waits for them."""
+    twins = SideBySide(_model)
+    twins.backward(inputs(0, 3, 8))
+    handle = twins.sharded[1].register_forward_hook(lambda module, args, output: _Raises.apply(output))
+    with pytest.raises(MemoryError):
+        square(twins.sharded, inputs(1, 3, 8)[rank()]).backward()
+    handle.remove()
+    assert len(twins.runtime._reducer._in_flight) == 1
+    twins.runtime.release()
+    for model in (twins.plain, twins.sharded):
+        model.zero_grad(set_to_none=False)
+    assert len(twins.runtime._reducer._in_flight) == 0
+    twins.step(inputs(2, 3, 8))
+
+
+def test_released_and_zeroed_after_a_backward_that_raised(ranks):  # C48
+    ranks(2).run(_released_and_zeroed)
