@@ -344,3 +344,17 @@ def test_shards_move_to_peer_memory_and_a_parameter_that_left_it_is_published() 
     machine.run(3)
     for me in ranks:
         assert me.seen[0][0][:, 0].tolist() == [50.0] * 3 + [51.0] * 3
+
+
+def test_wgrads_of_unlike_dtypes_are_refused_however_often_the_group_was_reduced_before() -> None:
+    machine = Machine(1)
+    (me,) = make_ranks(machine, [(0,)], [[(3, 4), (3, 4)]])
+    into = [torch.zeros(3, 4), torch.zeros(3, 4)]
+    me.transport.open(me.groups)
+    alike = [torch.ones(3, 4), torch.ones(3, 4)]
+    me.transport.start_reduce(me.groups[0], alike, into, [False] * 2, 1)
+    machine.run(0)
+    assert [total.unique().tolist() for total in into] == [[1.0], [1.0]]
+    mixed = [torch.ones(3, 4), torch.ones(3, 8, dtype=torch.bfloat16)]  # as many bytes: no read out of bounds here
+    with pytest.raises(GTPStateError, match=r"w0: the wgrads of one group must have one dtype, got torch\.bfloat16, t"):
+        me.transport.start_reduce(me.groups[0], mixed, into, [False] * 2, 1)
