@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -142,5 +143,5 @@ class SavedRows(ShardedTensorFactory):  # type: ignore[misc]
 
 def _merge(trailing: tuple[int, ...], loaded: dict[str, torch.Tensor]) -> torch.Tensor:
     """The shard from its parts, padding last."""
-    names = sorted(loaded, key=lambda name: (name == _PADDING, name))
+    names = sorted(loaded, key=lambda name: math.inf if name == _PADDING else int(name))
     return torch.cat([loaded[name].reshape(-1, *trailing) for name in names])

@@ -4,7 +4,7 @@
 its last reader goes, and there are two kinds of readers. Python's end with the tensor object, seen by a weak reference.
 Autograd's, and views that somebody took, hold the storage and not the object, so they are seen by the storage's use
 count, against the count the buffer has at rest. When the object is gone and the count is at rest, an event is recorded
-on the consuming stream, and whoever writes the buffer next waits for that event. When the object is gone and the count
+on each consuming stream, and whoever writes the buffer next waits for them. When the object is gone and the count
 is not at rest, the buffer lingers and is looked at again on the next lease. No assumption about neighbours, parity
 or order is made anywhere.
 """
@@ -24,7 +24,7 @@ _ALIGN = 256  # bytes between members of one buffer: what GEMMs and copy engines
 class Buffer:
     """One block of pooled memory. States: free, leased (`holds` > 0), lingering (holds == 0, storage still read)."""
 
-    __slots__ = ("_address", "_base", "_rest", "_storage", "_views", "events", "holds", "nbytes", "stream")
+    __slots__ = ("_address", "_base", "_rest", "_storage", "_views", "events", "holds", "nbytes", "streams")
 
     def __init__(self, base: torch.Tensor) -> None:
         self._base = base
@@ -34,7 +34,7 @@ class Buffer:
         self._rest = self._use_count()
         self.nbytes = base.numel()
         self.holds = 0
-        self.stream: torch.cuda.Stream | None = None
+        self.streams: list[torch.cuda.Stream] = []
         self.events: list[torch.cuda.Event] = []
 
     def views(self, key: object, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -123,10 +123,25 @@ class BufferPool:
     def hand_out(self, buffer: Buffer, tensor: torch.Tensor) -> None:
         """Adds a hold that ends with `tensor`, a fresh view of the buffer. See [Note: when a lease ends]."""
         buffer.holds += 1
-        buffer.stream = self._current_stream()
+        if self._on_cuda:
+            self.used(buffer)
         lease = _Lease(tensor, self._ended)
         lease.buffer = buffer
         self._handed[id(lease)] = lease
+
+    def used(self, buffer: Buffer) -> None:
+        """The current stream reads the buffer from here on, which is complete on the first stream that does.
+
+        Another one waits for the first: that is where whoever filled the buffer was waited for.
+        """
+        stream, streams = self._current_stream(), buffer.streams
+        if stream is None:
+            return
+        if not streams:
+            streams.append(stream)
+        elif streams[-1] is not stream and stream not in streams:
+            stream.wait_stream(streams[0])
+            streams.append(stream)
 
     def let_go(self, buffer: Buffer, dying: int = 0) -> None:
         """Ends one hold. The last one frees the buffer, or leaves it lingering while views of it live."""
@@ -159,10 +174,6 @@ class BufferPool:
             for buffer in self._free.pop(size):
                 self._give_back(buffer)
 
-    def live_buffers(self) -> int:
-        """Buffers that exist, free ones included."""
-        return sum(map(len, self._free.values())) + len(self._lingering) + len(self._handed)
-
     def _ended(self, lease: weakref.ref[torch.Tensor]) -> None:
         del self._handed[id(lease)]
         # the callback runs just before the tensor lets go of its storage
@@ -178,9 +189,13 @@ class BufferPool:
         self._lingering = still
 
     def _retire(self, buffer: Buffer) -> None:
-        # A copy that was dropped unused was finished in the order of the current stream.
-        self._record(buffer, buffer.stream or self._current_stream())
-        buffer.stream = None
+        # What is not gathered, but a wgrad, was last used in the order of the current stream.
+        if buffer.streams:
+            for stream in buffer.streams:
+                self._record(buffer, stream)
+            buffer.streams.clear()
+        else:
+            self._record(buffer, self._current_stream())
         self.leased_bytes -= buffer.nbytes
         self._free.setdefault(buffer.nbytes, []).append(buffer)
 

@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import torch
 
+from gtp.ops import peer
+
 
 def current_capture(device: torch.device) -> int:
     """Identifies the CUDA graph capture that the current stream is in; 0 if none."""
     if device.type != "cuda" or not torch._C._cuda_isCurrentStreamCapturing():
         return 0
-    from cuda.bindings import driver
-
-    status, _, identifier, *_ = driver.cuStreamGetCaptureInfo(torch._C._cuda_getCurrentRawStream(device.index or 0))
-    if int(status) != 0:
-        raise RuntimeError(f"cuStreamGetCaptureInfo failed: {status}")
-    return int(identifier)
+    return peer.current_capture(device.index or 0)

@@ -64,9 +64,6 @@ class CheckedTransport(Transport):
             self.agree(group.process_group, f"shard {_describe(group)}")
         self._inner.prepare(groups)
 
-    def allocate(self, nbytes: int, device: torch.device, *, for_wgrad: bool) -> torch.Tensor:
-        return self._inner.allocate(nbytes, device, for_wgrad=for_wgrad)
-
     def open(self, groups: Sequence[WeightGroup]) -> None:
         for process_group in self._groups:
             self.agree(process_group, "begin a forward")
@@ -108,9 +105,6 @@ class CheckedTransport(Transport):
 
     def finish_all_reduce(self, ticket: Any) -> None:
         self._inner.finish_all_reduce(ticket)
-
-    def synchronize(self) -> None:
-        self._inner.synchronize()
 
     def shutdown(self) -> None:
         self._inner.shutdown()

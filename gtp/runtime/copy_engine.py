@@ -68,6 +68,7 @@ class CopyEngineTransport(Transport):
         self._domains: dict[dist.ProcessGroup, Domain] = {}
         self._open: list[Domain] = []
         self._opened: int | None = None
+        self._opened_in = 0  # the capture of the open line
         self._gather_plans: list[GatherPlan] = []
         self._reduce_plans: dict[tuple[Any, ...], ReducePlan] = {}
         new = self._driver.new_stream
@@ -129,7 +130,8 @@ class CopyEngineTransport(Transport):
             raise GTPStateError(
                 "the copy-engine transport was opened twice without a close: a bug in gtp, please report it"
             )
-        driver, captured = self._driver, bool(self._driver.capture())
+        driver, self._opened_in = self._driver, self._driver.capture()
+        captured = bool(self._opened_in)
         for group in groups:
             self._publish(group)
         domains = list(dict.fromkeys(self._domains[g.process_group] for g in groups))
@@ -160,6 +162,16 @@ class CopyEngineTransport(Transport):
     def close(self) -> None:
         self._alive()
         driver = self._driver
+        capture = driver.capture()
+        if capture != self._opened_in and self._opened_in:
+            # Its graph was given up: "published" was never sent, and there is nobody to tell or to wait for.
+            self._forget_line()
+            return
+        if capture != self._opened_in:
+            raise GTPStateError(
+                "a forward that began outside of a CUDA graph capture would end inside of it: before the capture, run "
+                "its backward or call runtime.release()"
+            )
         current = driver.current_stream()
         if self._opened is not None:
             # Even where nothing was gathered, a peer's next "published" must not come before this one was taken.
@@ -175,11 +187,14 @@ class CopyEngineTransport(Transport):
                 driver.submit(line.release, current)
             for _, line in lines:
                 driver.submit(line.reclaim, current)
+        self._forget_line()
+        if lines and self._watchdog is not None:
+            self._watchdog.tick()
+
+    def _forget_line(self) -> None:
         for domain in self._open:
             domain.opened_with = None
         self._open = []
-        if lines and self._watchdog is not None:
-            self._watchdog.tick()
 
     def _publish(self, group: WeightGroup) -> None:
         """A parameter whose storage was re-pointed is published by a copy; others are where they should be."""
@@ -281,10 +296,6 @@ class CopyEngineTransport(Transport):
     def _alive(self) -> None:
         if self._watchdog is not None:
             self._watchdog.check()
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self._device)
-        self._alive()
 
     def shutdown(self) -> None:
         if self._watchdog is not None:

@@ -108,11 +108,6 @@ class ProcessGroupTransport(Transport):
             work.wait()
         self._add(ticket)
 
-    def synchronize(self) -> None:
-        for stream in (self._gathers, self._reductions):
-            if stream is not None:
-                stream.synchronize()
-
     def _all_gather(self, group: WeightGroup, out: Sequence[torch.Tensor]) -> list[dist.Work]:
         with self._one_collective(group, len(out)) as works:
             for member, full in zip(group.members, out, strict=True):

@@ -122,6 +122,19 @@ class Gatherer:
         """After an exception or for `release`: nothing stays resident, nothing stays in flight."""
         self._end_line(self._schedule.reset())
 
+    def require_no_line(self) -> None:
+        """A capture is about to begin: no forward may wait for its backward.
+
+        Raises:
+            GTPStateError: one does.
+        """
+        if self._line is not None:
+            raise GTPStateError(
+                "a CUDA graph capture begins while a forward of the model, run in grad mode, waits for its backward: "
+                "what it began with other ranks would end inside the graph. Before the capture, run that backward or "
+                "call runtime.release(); forwards without backward belong under torch.no_grad()"
+            )
+
     def switch(self, pool: BufferPool, capture: int) -> None:
         """A capture begins or has ended: copies of before are of no use. See [Note: captures]."""
         for copy in self._resident.values():
@@ -210,11 +223,13 @@ class Gatherer:
     def _finish_all(self) -> None:
         for copy in self._resident.values():
             self._finish(copy)
+            self._pool.used(copy.buffer)
 
     def _drop(self, index: int) -> None:
         copy = self._resident.pop(index, None)
         if copy is not None:
             self._finish(copy)  # its buffer goes to somebody else, who must not be overtaken by this gather
+            self._pool.used(copy.buffer)
             self._pool.let_go(copy.buffer)
 
     def _hand_out(self, group: WeightGroup, copy: _Copy) -> list[torch.Tensor]:

@@ -1,7 +1,8 @@
 """`GTPRuntime`: everything that happens between the weights of one model and the wire.
 
 The state of a sharded model hangs off one runtime, and the runtime lives as long as the model: its weights and the
-hooks on its root module hold it, and it holds them weakly. There is nothing to reset and nothing to tear down.
+hooks on its root module hold it, and it holds them weakly. There is nothing to reset, and the transport is shut down
+when the runtime goes.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class GTPRuntime:
         self.report: Any = None  # `gtp.weights.report.ParameterReport`, a room below; print it
         self.before_gather: Callable[[WeightGroup], bool] | None = None  # see `Gatherer`; set before the first use
         self._transport = transport
+        weakref.finalize(self, transport.shutdown)
         self._transport_reason = transport_reason
         self._groups: list[WeightGroup] = []
         self._started = False
@@ -117,15 +119,19 @@ class GTPRuntime:
         largest = max((g.gathered_nbytes for g in self._groups), default=0)
         largest_wgrad = max((_wgrad_nbytes(g, self.config) for g in self._groups), default=0)
         on_cuda = self.device.type == "cuda"
-        transport, device = self._transport, self.device  # the pools must not hold the runtime that holds them
+        device = self.device  # the pools must not hold the runtime that holds them
+
+        def allocate(nbytes: int) -> torch.Tensor:
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
         return _Pools(
             BufferPool(
-                lambda nbytes: transport.allocate(nbytes, device, for_wgrad=False),
+                allocate,
                 limit=_pool_limit(self._prefetch_bytes, largest) + self.config.keep_bytes,
                 on_cuda=on_cuda,
             ),
             BufferPool(
-                lambda nbytes: transport.allocate(nbytes, device, for_wgrad=True),
+                allocate,
                 limit=_pool_limit(self._reduce_window(), largest_wgrad),
                 on_cuda=on_cuda,
             ),
@@ -316,11 +322,17 @@ class GTPRuntime:
         return task
 
     def _switch(self, capture: int) -> None:
-        """A CUDA graph capture begins or has ended: see [Note: captures]."""
-        self._capture = capture
-        self._pools = self._new_pools() if capture else self._eager_pools
-        self._gatherer.switch(self._pools.gathers, capture)
-        self._reducer.switch(self._pools.wgrads)
+        """A CUDA graph capture begins or has ended: see [Note: captures].
+
+        Raises:
+            GTPStateError: something is going on that would belong to both sides. Nothing has changed then.
+        """
+        pools = self._new_pools() if capture else self._eager_pools
+        if capture:
+            self._gatherer.require_no_line()
+        self._reducer.switch(pools.wgrads)
+        self._gatherer.switch(pools.gathers, capture)
+        self._capture, self._pools = capture, pools
 
     def _consume(self, group: WeightGroup, phase: Phase, inside: bool) -> list[torch.Tensor]:
         if self._opening and inside:

@@ -44,13 +44,6 @@ class Transport(abc.ABC):
         `member.shard` afterwards).
         """
 
-    def allocate(self, nbytes: int, device: torch.device, *, for_wgrad: bool) -> torch.Tensor:
-        """Memory for gathered weights or for wgrads: uint8 `[nbytes]`, contents undefined. Pooled by the caller.
-
-        Wgrads are what peers read: calls with `for_wgrad` come in the same order with the same sizes on all ranks.
-        """
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
     def open(self, groups: Sequence[WeightGroup]) -> None:
         """Shards are current on this rank, in the order of the current stream, until `close`."""
 
@@ -123,8 +116,5 @@ class Transport(abc.ABC):
         for work in ticket:
             work.wait()
 
-    def synchronize(self) -> None:
-        """Blocks the host until nothing of this transport is in flight."""
-
     def shutdown(self) -> None:
-        """Gives back what the transport holds. Called once; nothing is in flight."""
+        """Gives back what the transport holds, threads among it. Called once, when the runtime is gone."""

@@ -169,3 +169,12 @@ def test_plain_tensors_reach_megatron_unchanged():
     for wrapper in WRAPPERS.values():
         assert wrapper(original)(torch.zeros(2), "key", allow_shape_mismatch=True) == "megatron's"
     assert [options for _, options in calls] == [{"allow_shape_mismatch": True}] * 2
+
+
+def test_more_than_ten_runs_of_rows_are_put_together_in_their_order():
+    """Mamba's in_proj has several; a tenth must not come before the second."""
+    layout = ShardLayout((12, 1), 1, 0, 1)
+    stacked = tuple(f"_{n}" for n in range(12))
+    rows = torch.arange(12).view(12, 1)
+    saved = SavedRows.of("k", rows, Placement(layout, None, 0, 1, (), stacked, (1,) * 12, True), 0)
+    assert torch.equal(saved.merge_fn({name: part.data for name, part in saved.build().items()}), rows)

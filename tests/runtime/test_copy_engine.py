@@ -169,7 +169,7 @@ def races(dtype: torch.dtype, steps: int, mailbox_bytes: int) -> int:
         line.step(place if late == rank() else None)
         if step % 16 == 15:
             torch.cuda.synchronize()  # bf16 counts to 256 exactly, and the queue stays short
-    line.transport.synchronize()
+    torch.cuda.synchronize()
     line.transport.shutdown()
     return int(line.bad)
 
@@ -197,7 +197,7 @@ def graph_of_a_step() -> dict[str, int]:
     steps_after_replays = int(line.step_on_device)
     line.step()  # eager again: signals and mailboxes are where a line leaves them
     graph.replay()
-    line.transport.synchronize()
+    torch.cuda.synchronize()
     found = {"bad": int(line.bad), "steps": steps_after_replays}
     line.transport.shutdown()
     return found

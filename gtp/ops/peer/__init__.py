@@ -8,7 +8,7 @@ hands = Handshake(driver, rank, [p + flags_at for p in arena.pointers])
 driver.submit(hands.post, stream)       # see [Note: signals that replay] for the four moves
 """
 
-from gtp.ops.peer.driver import CudaDriver, Driver, SignalOp, Wait, Write
+from gtp.ops.peer.driver import CudaDriver, Driver, SignalOp, Wait, Write, current_capture
 from gtp.ops.peer.handshake import WORD, Handshake
 from gtp.ops.peer.memory import Arena, ArenaFactory, LocalArena, SymmetricArena, aligned
 from gtp.ops.peer.probe import why_not
@@ -29,5 +29,6 @@ __all__ = [
     "Watchdog",
     "Write",
     "aligned",
+    "current_capture",
     "why_not",
 ]

@@ -134,6 +134,18 @@ def signal_batch(ops: Sequence[SignalOp]) -> _Batch:
     return _Batch(len(ops), array)
 
 
+def current_capture(index: int) -> int:
+    """Identifies the CUDA graph capture that the current stream of device `index` is in; 0 if none."""
+    if not torch._C._cuda_isCurrentStreamCapturing():
+        return 0
+    from cuda.bindings import driver
+
+    status, _, identifier, *_ = driver.cuStreamGetCaptureInfo(torch._C._cuda_getCurrentRawStream(index))
+    if int(status) != 0:
+        raise GTPStateError(f"cuStreamGetCaptureInfo failed: {status}")
+    return int(identifier)
+
+
 class CudaDriver:
     """The real one.
 
@@ -162,7 +174,6 @@ class CudaDriver:
         self._signals = _function(
             library, "cuStreamBatchMemOp_v2", pointer, ctypes.c_uint, ctypes.POINTER(_Operation), ctypes.c_uint
         )
-        self._capture_info = _function(library, "cuStreamGetCaptureInfo_v2", *[pointer] * 6)
 
     def new_stream(self, *, urgent: bool = True) -> int:
         self._streams.append(torch.cuda.Stream(self.device, priority=-1 if urgent else 0))
@@ -181,15 +192,7 @@ class CudaDriver:
         return int(torch._C._cuda_getCurrentRawStream(self._index))
 
     def capture(self) -> int:
-        if not torch._C._cuda_isCurrentStreamCapturing():
-            return 0
-        status, identifier = ctypes.c_int(), ctypes.c_uint64()
-        result = self._capture_info(
-            self.current_stream(), ctypes.byref(status), ctypes.byref(identifier), None, None, None
-        )
-        if result:
-            self._fail("cuStreamGetCaptureInfo", result)
-        return identifier.value
+        return current_capture(self._index)
 
     def record(self, event: int, stream: int) -> None:
         if status := self._record(event, stream):
