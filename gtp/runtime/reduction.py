@@ -133,14 +133,13 @@ class Reducer:
 
         A reduction that is added when it is finished must not reach a `.grad` that was zeroed in the meantime.
         """
-        if self._in_flight:
-            before = [(target, target.clone()) for target in self._targets.values()]
-            while self._in_flight:
-                self._finish_oldest()
-            for target, value in before:
-                target.copy_(value)
-        self._targets.clear()
+        before = [(target, target.clone()) for target in self._targets.values()] if self._in_flight else []
+        self._targets.clear()  # first of all: a transport that fails once more must not leave them for the next step
         self._let_go_of_lent()
+        while self._in_flight:
+            self._finish_oldest()
+        for target, value in before:
+            target.copy_(value)
 
     def _let_go_of_lent(self) -> None:
         for wgrad in self._lent.values():
