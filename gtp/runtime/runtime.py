@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,10 @@ import torch.distributed as dist
 from gtp.config import GTPConfig
 from gtp.errors import GTPStateError, UnsupportedError
 from gtp.runtime.backward import NO_TASK, BackwardTracker, backward_task
-from gtp.runtime.buffers import BufferPool
 from gtp.runtime.capture import current_capture
 from gtp.runtime.checked import CheckedTransport
 from gtp.runtime.group import WeightGroup
+from gtp.runtime.pools import make_pools, prefetch_window, reduce_window
 from gtp.runtime.reduction import Reducer
 from gtp.runtime.replicated import ReplicatedGradients
 from gtp.runtime.residency import Gatherer
@@ -102,45 +102,15 @@ class GTPRuntime:
             if owner is not None and owner.plain_shard().data_ptr() != member.shard.data_ptr():
                 owner.adopt(member.shard)
         sizes = [g.gathered_nbytes for g in groups]
-        ahead = 4 * sum(sizes) // max(len(sizes), 1)
-        prefetch = ahead if config.prefetch_bytes is None else config.prefetch_bytes
-        self._prefetch_bytes = prefetch
-        self._schedule = Schedule(sizes, prefetch_bytes=prefetch, keep_bytes=config.keep_bytes)
-        self._pools = self._eager_pools = self._new_pools()
+        self._schedule = Schedule(sizes, prefetch_bytes=prefetch_window(groups, config), keep_bytes=config.keep_bytes)
+        self._pools = self._eager_pools = make_pools(groups, config, self.device)
         self._gatherer = Gatherer(groups, self._schedule, self._pools.gathers, self._transport, self.before_gather)
-        self._reducer = Reducer(groups, self._pools.wgrads, self._transport, config, self._reduce_window())
+        self._reducer = Reducer(groups, self._pools.wgrads, self._transport, config, reduce_window(groups, config))
         self._started = True
         _log.info(
             "gtp: %d weight groups over %s, %.1f MiB gathered, transport %s (%s)",
             len(groups), self.device, sum(sizes) / 2**20, self._transport.name, self._transport_reason,
         )  # fmt: skip
-
-    def _new_pools(self) -> _Pools:
-        largest = max((g.gathered_nbytes for g in self._groups), default=0)
-        largest_wgrad = max((_wgrad_nbytes(g, self.config) for g in self._groups), default=0)
-        on_cuda = self.device.type == "cuda"
-        device = self.device  # the pools must not hold the runtime that holds them
-
-        def allocate(nbytes: int) -> torch.Tensor:
-            return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-        return _Pools(
-            BufferPool(
-                allocate,
-                limit=_pool_limit(self._prefetch_bytes, largest) + self.config.keep_bytes,
-                on_cuda=on_cuda,
-            ),
-            BufferPool(
-                allocate,
-                limit=_pool_limit(self._reduce_window(), largest_wgrad),
-                on_cuda=on_cuda,
-            ),
-        )
-
-    def _reduce_window(self) -> int:
-        """Bytes of wgrads whose reduction may be in flight: four mean weight groups."""
-        wgrads = [_wgrad_nbytes(g, self.config) for g in self._groups]
-        return 4 * sum(wgrads) // max(len(wgrads), 1)
 
     def attach(self, root: torch.nn.Module) -> None:
         """Brackets the forwards of `root`: within them weights are prefetched."""
@@ -327,7 +297,7 @@ class GTPRuntime:
         Raises:
             GTPStateError: something is going on that would belong to both sides. Nothing has changed then.
         """
-        pools = self._new_pools() if capture else self._eager_pools
+        pools = make_pools(self._groups, self.config, self.device) if capture else self._eager_pools
         if capture:
             self._gatherer.require_no_line()
         self._reducer.switch(pools.wgrads)
@@ -377,11 +347,6 @@ class GTPRuntime:
         )
 
 
-class _Pools(NamedTuple):
-    gathers: BufferPool
-    wgrads: BufferPool
-
-
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
     """`method` for a part of its object to call: without it, deleting a model would free its memory only when the
     cyclic garbage collector comes by."""
@@ -393,20 +358,6 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
             bound()
 
     return call
-
-
-def _pool_limit(window: int, largest: int) -> int:
-    """Bytes of buffers that a pool keeps for a window of this many bytes in use ahead, or on their way back.
-
-    Two in use beyond the window; and room for twice the window, since its contents change: where one window holds a
-    layer of unlike weights, two buffers of each size may be wanted at some time, and must not be made anew each step.
-    """
-    return max(window + 2 * largest, 2 * window)
-
-
-def _wgrad_nbytes(group: WeightGroup, config: GTPConfig) -> int:
-    dtype = config.reduce_dtype or group.compute_dtype
-    return sum(m.gathered_numel(group.size) for m in group.members) * dtype.itemsize
 
 
 def gather_now(shard: torch.Tensor, process_group: dist.ProcessGroup) -> torch.Tensor:
