@@ -4,7 +4,8 @@
 #   make test                    the whole suite; TEST=path and ARGS='-k name' narrow it
 #   make test TORCH=2.14.1       the same in a second environment with that torch (TORCH=latest: the newest)
 #   make test MEGATRON=0.19.0    and with that megatron-core
-#   make lint typecheck bench clean
+#   make install                 the environment alone: .venv, about 5 GB
+#   make lint format typecheck bench clean
 #
 # PYTHON=/path/to/python3.12 chooses the interpreter; otherwise tools/find_python.sh does.
 
@@ -30,7 +31,7 @@ STAMP := $(VENV)/.installed
 .PHONY: help install demo test lint format typecheck bench clean
 
 help:
-	@sed -n '3,9s/^# \{0,1\}//p' Makefile
+	@sed -n '3,10s/^# \{0,1\}//p' Makefile
 
 install: $(STAMP)
 

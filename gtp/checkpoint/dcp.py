@@ -25,7 +25,7 @@ from gtp.checkpoint.optimizer import (
 )
 from gtp.checkpoint.owners import require_one_owner_each
 from gtp.checkpoint.saved import Saved
-from gtp.errors import GTPValueError
+from gtp.errors import GTPValueError, MissingExtraError
 from gtp.weights.parameter import GTPWeight
 from gtp.weights.state_dict import as_saved
 
@@ -63,6 +63,7 @@ def save(
     """
     from torch.distributed.checkpoint import save as dcp_save
 
+    _require_numpy()
     reserved = sorted({_MODEL, _OPTIM} & extra.keys())
     if reserved:
         raise GTPValueError(f"gtp.checkpoint.save: {reserved[0]!r} names a part of every checkpoint; rename this extra")
@@ -102,6 +103,7 @@ def load(
     """
     from torch.distributed.checkpoint import load as dcp_load
 
+    _require_numpy()
     saved = Saved.read(path)
     model = unwrapped(model)
     state_dict = model.state_dict()
@@ -124,6 +126,21 @@ def load(
             saved_dtypes={name: entry.properties.dtype for name, entry in dtypes.items() if entry is not None},
         )
     return {name: _unwrap(target[name]) for name in extras}
+
+
+def _require_numpy() -> None:
+    """torch's checkpoints send their plans between ranks as bytes, through numpy.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        import numpy  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError(
+            "gtp.checkpoint needs the package numpy, which torch's checkpoints use, gtp's extra 'checkpoint': "
+            "pip install numpy"
+        ) from error
 
 
 def _model_target(saved: Saved, state_dict: Mapping[str, Any], strict: bool) -> dict[str, Any]:

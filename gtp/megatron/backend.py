@@ -143,7 +143,9 @@ def _import_api() -> ModuleType:
     try:
         package = importlib.import_module("megatron.core.package_info")
     except ImportError as error:
-        raise MissingExtraError("gtp.megatron needs megatron-core: pip install 'gtp[megatron]'") from error
+        raise MissingExtraError(
+            "gtp.megatron needs megatron-core, gtp's extra 'megatron': pip install 'megatron-core>=0.19,<0.20'"
+        ) from error
     version = str(package.__version__)
     found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     first, last = SUPPORTED

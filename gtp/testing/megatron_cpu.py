@@ -194,7 +194,9 @@ def megatron_on_cpu() -> Iterator[None]:
         from megatron.core.tensor_parallel import random as megatron_random
         from megatron.core.transformer.moe import token_dispatcher
     except ImportError as error:
-        raise MissingExtraError("megatron_on_cpu needs megatron-core: pip install 'gtp[megatron]'") from error
+        raise MissingExtraError(
+            "megatron_on_cpu needs megatron-core, gtp's extra 'megatron': pip install 'megatron-core>=0.19,<0.20'"
+        ) from error
 
     stream = _Stream()
     replacements: list[tuple[Any, str, Any]] = [
