@@ -308,3 +308,23 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3f}"
     return str(value)
+
+
+def plot_losses(losses: Mapping[str, Sequence[float]], path: pathlib.Path, title: str) -> None:
+    """One line per variant, three at most; those that coincide lie dashed and dotted over each other."""
+    try:
+        import matplotlib
+    except ImportError:
+        say("matplotlib is not installed: no plot of the loss curves")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for (name, values), (style, width) in zip(losses.items(), (("-", 3.0), ("--", 1.8), (":", 1.4)), strict=False):
+        axes.plot(values, style, linewidth=width, label=name)
+    axes.set(xlabel="step", ylabel="loss", title=title)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+    pyplot.close(figure)

@@ -26,7 +26,6 @@ import gc
 import importlib.util
 import statistics
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -269,28 +268,8 @@ def curves(device: torch.device, args: argparse.Namespace) -> None:
     common.say(common.table(rows, ["case", "impl", "first_loss", "last_loss", "loss_gap"]))
     args.out = args.out or common.RESULTS / "megatron_curves.json"
     if common.is_main():
-        plot(losses, args.out.with_suffix(".png"))
+        common.plot_losses(losses, args.out.with_suffix(".png"), "Megatron-Core GPT, same start and data")
     common.write("megatron_gpt", device, rows, args, sizes=sizes_of(args), skipped=skipped, losses=losses)
-
-
-def plot(losses: dict[str, list[float]], path: Path) -> None:
-    """One line per variant; those that coincide lie dashed and dotted over each other."""
-    try:
-        import matplotlib
-    except ImportError:
-        common.say("matplotlib is not installed: no plot of the loss curves")
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for (name, values), (style, width) in zip(losses.items(), (("-", 3.0), ("--", 1.8), (":", 1.4)), strict=False):
-        axes.plot(values, style, linewidth=width, label=name)
-    axes.set(xlabel="step", ylabel="loss", title="Megatron-Core GPT, same start and data")
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, bbox_inches="tight")
-    pyplot.close(figure)
 
 
 def specs_of(device: torch.device) -> list[str]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -144,30 +143,14 @@ def curve(device: torch.device, args: argparse.Namespace) -> dict[str, list[floa
     return losses
 
 
-def plot(losses: dict[str, list[float]], path: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        common.say("matplotlib is not installed: no plot of the loss curves")
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for (name, values), style in zip(losses.items(), ("-", "--"), strict=True):
-        axes.plot(values, style, label=name)
-    axes.set(xlabel="step", ylabel="loss", title="bf16, same seed and data")
-    axes.legend()
-    figure.savefig(path, dpi=110, bbox_inches="tight")
-
-
 def run(device: torch.device, args: argparse.Namespace) -> None:
     row = soak(device, args)
     losses = curve(device, args)
     gaps = [abs(a - b) for a, b in zip(*losses.values(), strict=True)]
     common.say(f"loss curves over {args.curve} steps differ by at most {max(gaps):.4f}, at the end {gaps[-1]:.4f}")
     if common.is_main():
-        plot(losses, (args.out or common.RESULTS / "soak.json").with_suffix(".png"))
+        out = args.out or common.RESULTS / "soak.json"
+        common.plot_losses(losses, out.with_suffix(".png"), "bf16, same seed and data")
     common.write("soak", device, [row], args, losses=losses, largest_gap=max(gaps))
 
 
