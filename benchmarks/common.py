@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import gc
 import importlib.metadata
 import json
 import os
@@ -94,6 +95,8 @@ def _on_rank(
         synchronize(device)
         dist.barrier()
     finally:
+        # what is left of the models holds process groups, and with them threads that may not outlive the interpreter
+        gc.collect()
         dist.destroy_process_group()
 
 

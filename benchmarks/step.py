@@ -67,6 +67,8 @@ def fsdp(per: type[nn.Module], *, symmetric: bool = False) -> Callable[[Stack, a
 
         if symmetric and not hasattr(FSDPModule, "set_symm_mem_for_comm"):
             raise Skip(f"torch {torch.__version__} has no FSDPModule.set_symm_mem_for_comm")
+        if symmetric and args.device == "cpu":
+            raise Skip("symmetric memory is GPU memory")
         if args.device == "cuda" and dist.get_backend() == "gloo":
             raise Skip("FSDP2 over gloo on GPUs measures the host's memory")
         for module in [m for m in stack.modules() if isinstance(m, per) and m is not stack]:

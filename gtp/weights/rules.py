@@ -30,7 +30,9 @@ METADATA = frozenset(
 )
 
 # New tensors with the shard's metadata; nothing of its values, nor of a seed.
-_FACTORIES = frozenset("zeros_like ones_like empty_like full_like new_empty new_zeros new_ones new_full new".split())
+_FACTORIES = frozenset(
+    "zeros_like ones_like empty_like full_like new_empty new_zeros new_ones new_full new_tensor new".split()
+)
 
 _ARITHMETIC = frozenset(
     """
