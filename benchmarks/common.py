@@ -95,8 +95,7 @@ def _on_rank(
         synchronize(device)
         dist.barrier()
     finally:
-        # what is left of the models holds process groups, and with them threads that may not outlive the interpreter
-        gc.collect()
+        gc.collect()  # what is left of the models holds process groups
         dist.destroy_process_group()
 
 

@@ -50,4 +50,4 @@ def main() -> None:
 
 dist.init_process_group()
 main()
-dist.destroy_process_group()  # when the models, which hold the group, are gone: gloo's threads end with it
+dist.destroy_process_group()
