@@ -97,6 +97,10 @@ def _on_rank(
     finally:
         gc.collect()  # what is left of the models holds process groups
         dist.destroy_process_group()
+    if backend == "gloo" and port is not None:
+        # A thread of gloo that lets go of its last tensor while the interpreter ends aborts the process.
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def is_main() -> bool:
