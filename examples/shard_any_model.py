@@ -50,4 +50,5 @@ def main() -> None:
 
 dist.init_process_group()
 main()
+dist.barrier()
 dist.destroy_process_group()
