@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 
 import pytest
 import torch
@@ -16,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gtp
 from gtp.errors import GTPValueError, UnsupportedError
-from gtp.testing.memory import live_full_storages
 from gtp.testing.ranks import rank, subgroup
 from tests.checkpoint.models import ALIGNED, SHARDED, Net, assert_same_state, numbered, pair
+from tests.weights.side_by_side import live_count, only_new_objects
 
 
 def _full():
@@ -64,7 +65,8 @@ class Uneven(nn.Module):
 SHARD, FULL = 4 * 70_001, 4 * 10 * 24_001
 
 
-def _broadcast(config):
+@only_new_objects()
+def _broadcast(config, at_most):
     torch.manual_seed(0)
     source = Uneven().state_dict() if rank() == 0 else None
     model = Uneven()
@@ -73,7 +75,7 @@ def _broadcast(config):
 
     def counted(*args, **kwargs):
         scatter(*args, **kwargs)
-        seen.append([len(live_full_storages(nbytes)) for nbytes in (SHARD, FULL)])
+        seen.append([live_count(SHARD, at_most[0]), live_count(FULL, at_most[1])])
 
     dist.scatter = counted
     try:
@@ -87,12 +89,14 @@ def _broadcast(config):
 
 
 def test_a_broadcast_load_never_puts_a_full_weight_on_another_rank(ranks):  # C33
-    first, *others = ranks(4).run(_broadcast, gtp.GTPConfig())
+    # the others: this rank's shard of each of the two weights, and the one that has just arrived
+    any_number = (sys.maxsize, sys.maxsize)
+    of_rank = [(any_number,), *[((3, 0),)] * 3]
+    first, *others = ranks(4).run(_broadcast, gtp.GTPConfig(), per_rank_args=of_rank)
     assert max(full for _, full in first) > 0
     for seen in others:
-        # this rank's shard of each of the two weights, and the one that has just arrived
         assert seen == [[3, 0], [3, 0]]
-    ranks(4).run(_broadcast, ALIGNED)
+    ranks(4).run(_broadcast, ALIGNED, any_number)
 
 
 def _on_mesh():

@@ -14,6 +14,7 @@ import gtp
 import gtp.megatron
 from gtp.megatron.surface import WEIGHT
 from tests.megatron.training import SEQ, VOCAB, Case, Job, bare_models, environment, model_config, train
+from tests.weights.side_by_side import settled
 
 LAYER = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
 SHARDED = [
@@ -142,7 +143,9 @@ def references_left() -> list[bool]:
             watched += [weakref.ref(p) for p in job.chunks[0].parameters()]
             del job, runtime
             gc.collect()
-            left += [ref() is not None for ref in watched]
+            left += settled(
+                lambda watched=watched: [ref() is not None for ref in watched], lambda alive: not any(alive)
+            )
     return left
 
 

@@ -60,18 +60,21 @@ def only_new_objects() -> Iterator[None]:
         gc.unfreeze()
 
 
-def live_count(min_bytes: int, at_most: int) -> int:
-    """Storages of at least `min_bytes` that are alive, looked at again for a while if they are more than `at_most`.
+def settled[T](measure: Callable[[], T], wanted: Callable[[T], bool]) -> T:
+    """What `measure` says as soon as it is `wanted`, or after two seconds: for memory that was given to a collective.
 
     gloo's threads let go of the tensors of a finished collective a moment after whoever waited for it has gone on.
     """
-    count = 0
     for _ in range(40):
-        count = len(live_full_storages(min_bytes))
-        if count <= at_most:
+        if wanted(value := measure()):
             break
         time.sleep(0.05)
-    return count
+    return value
+
+
+def live_count(min_bytes: int, at_most: int) -> int:
+    """Storages of at least `min_bytes` that are alive, `settled` to be `at_most` so many."""
+    return settled(lambda: len(live_full_storages(min_bytes)), lambda count: count <= at_most)
 
 
 class SideBySide:

@@ -13,7 +13,7 @@ from gtp.testing.collectives import collective_log, late_collectives
 from gtp.testing.memory import live_bytes
 from gtp.testing.ranks import rank
 from tests.reference import data_parallel_backward, full_grad
-from tests.weights.side_by_side import ROUNDED, SideBySide, inputs, linears, only_new_objects, square
+from tests.weights.side_by_side import ROUNDED, SideBySide, inputs, linears, only_new_objects, settled, square
 
 
 def _mlp():
@@ -203,20 +203,20 @@ def test_accumulation_reduces_as_often_as_asked(ranks):  # C58
 
 
 @only_new_objects()
-def _gradient_memory():
+def _gradient_memory(at_most):
     """Reducing every micro-batch holds shards of gradients: 1/R, and the pools, whatever the number of layers."""
     model = linears(12, 32)
     runtime = gtp.shard_model(model, dist.group.WORLD)
     for micro in range(3):
         square(model, inputs(micro, 3, 32)[rank()]).backward()
     runtime.release()
-    return live_bytes()
+    return settled(live_bytes, lambda alive: alive <= at_most)
 
 
 def test_accumulated_gradients_take_one_share(ranks):  # C58
     weights = 12 * 32 * 32 * 4
-    for alive in ranks(4).run(_gradient_memory):
-        assert alive <= 2 * weights / 4 + 4096  # shards and their gradients; a batch and a seed's generator state
+    at_most = 2 * weights / 4 + 4096  # shards and their gradients; a batch and a seed's generator state
+    assert all(alive <= at_most for alive in ranks(4).run(_gradient_memory, at_most))
 
 
 def _partial(kind):

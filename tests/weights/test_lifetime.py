@@ -19,7 +19,7 @@ import gtp
 from gtp.testing.collectives import late_collectives
 from gtp.testing.memory import poisoned_memory, saved_tensors
 from gtp.testing.ranks import rank
-from tests.weights.side_by_side import ROUNDED, SideBySide, inputs, linears, live_count, only_new_objects, sgd
+from tests.weights.side_by_side import ROUNDED, SideBySide, inputs, linears, live_count, only_new_objects, settled, sgd
 
 WIDTH = 64
 FULL = WIDTH * WIDTH * 4  # bytes of one full weight of the stacks below
@@ -222,7 +222,9 @@ def _freed(collect):
         del model, runtime, optimizer
         if collect:
             gc.collect()
-        return {name: len(objects) for name, objects in alive.items()}
+        return settled(
+            lambda: {name: len(objects) for name, objects in alive.items()}, lambda left: not any(left.values())
+        )
     finally:
         gc.enable()
 
