@@ -68,7 +68,7 @@ REST = """
 | `torch.autograd.grad` with respect to sharded weights | `tests/weights/test_autograd_grad.py` |
 | DCP checkpoints over 4, 3, 2 and 1 ranks and the plain model; bit-exact resumption | `tests/checkpoint/` |
 | Muon equal to the unsharded one | `tests/optim/test_muon.py` |
-| whole steps in a CUDA graph, layers graphed one by one, one rank late (GPU) | `tests/runtime/test_copy_engine.py`, `tests/weights/test_gpu_training.py` |
+| whole steps in a CUDA graph, layers graphed one by one, one rank late (GPU) | `tests/runtime/test_copy_engine_training.py`, `tests/weights/test_gpu_training.py` |
 
 ## Refused, each by a test
 

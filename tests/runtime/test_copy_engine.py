@@ -2,45 +2,32 @@
 
 `test_copy_engine_protocol.py` searches the orders of events without a GPU. Here it is shown that the driver does what
 the simulation assumes: stream waits and writes between processes, copies from mapped memory, capture and replay, the
-addition kernel, and the whole runtime on top. Delays (`torch.cuda._sleep` on one rank's stream) open the races.
+addition kernel. Delays (`torch.cuda._sleep` on one rank's stream) open the races. The whole runtime on top of
+it trains in `test_copy_engine_training.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-import gtp
 from gtp.errors import GTPStateError, PeerError
 from gtp.ops.peer import why_not
 from gtp.runtime import copy_engine
 from gtp.runtime.copy_engine import CopyEngineTransport
 from gtp.runtime.group import Member, WeightGroup
 from gtp.testing.ranks import RankPool, RankPools, rank, world_size
-from tests.reference import assert_same_parameters, data_parallel_backward
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
 SHAPES = [[(512, 1024)], [(3, 7), (300, 257), (1, 1)], [(2048, 1024)], [(64, 64)] * 8]  # rows and columns of a shard
 SLEEP = 400_000  # cycles: a fifth of a millisecond or so
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    """Two ranks with a CUDA device each, or one for both."""
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    pools = RankPools()
-    yield pools(2)
-    pools.close()
 
 
 def device_of_rank() -> torch.device:
@@ -285,150 +272,3 @@ def test_a_rank_that_does_not_come_is_named(pair: RankPool) -> None:
     pools.close()
     assert "for rank 1 of group" in message
     assert "begin its forward" in message
-
-
-# -- the whole runtime ---------------------------------------------------------------------------------------------
-
-
-class Model(nn.Module):
-    """Without an embedding: its backward on CUDA adds in no fixed order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(50, 64, bias=False)
-        self.layers = nn.ModuleList(
-            [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 96), nn.Linear(96, 64)) for _ in "1234"]
-        )
-        self.head = nn.Linear(64, 50)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(nn.functional.one_hot(ids, 50).to(self.head.bias.dtype))
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.head(x)
-
-
-def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten().roll(1))
-
-
-def batches(step: int, device: torch.device) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return [torch.randint(0, 50, (2, 8), generator=generator).to(device) for _ in range(world_size())]
-
-
-def train_both(keep_bytes: int) -> dict[str, Any]:
-    device = device_of_rank()
-    torch.manual_seed(0)
-    plain, sharded = Model().to(device), Model().to(device)
-    sharded.load_state_dict(plain.state_dict())
-    config = gtp.GTPConfig(transport="copy_engine", keep_bytes=keep_bytes)
-    runtime = gtp.shard_model(sharded, dist.group.WORLD, config=config)
-    ours, theirs = torch.optim.AdamW(sharded.parameters(), 1e-2), torch.optim.AdamW(plain.parameters(), 1e-2)
-    same_losses = []
-    for step in range(6):
-        mine = batches(step, device)
-        loss = loss_of(sharded, mine[rank()])
-        loss.backward()
-        wanted = data_parallel_backward(plain, mine, loss_of)
-        # Before the first update all weights are equal, and so is the forward, bit for bit. cuBLAS may take other
-        # kernels for the wgrads (theirs are transposed), which round otherwise, and AdamW scales that up to its step.
-        if step == 0:
-            same_losses.append(torch.equal(loss.detach(), wanted[rank()]))
-        torch.testing.assert_close(loss.detach(), wanted[rank()], rtol=1e-4, atol=1e-5)
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-        with torch.no_grad():
-            loss_of(sharded, mine[rank()])  # a line without a backward
-    assert_same_parameters(sharded, plain, rtol=1e-3, atol=2e-4)
-    state = {k: v.clone().mul_(0.5) for k, v in plain.state_dict().items()}
-    plain.load_state_dict(state)
-    sharded.load_state_dict(state)
-    with torch.no_grad():
-        same_losses.append(torch.equal(loss_of(sharded, mine[0]), loss_of(plain, mine[0])))
-    stats = runtime.stats()
-    return {"transport": (stats.transport, stats.transport_reason), "same": same_losses, "hits": stats.hit_rate > 0.5}
-
-
-@pytest.mark.parametrize("keep_bytes", [0, 1 << 20])
-def test_a_model_trains_as_the_unsharded_one(pair: RankPool, keep_bytes: int) -> None:
-    wanted = {"transport": ("copy_engine", "asked for"), "same": [True] * 2, "hits": True}
-    assert pair.run(train_both, keep_bytes, timeout=100) == [wanted] * 2
-
-
-def train_with_a_compute_copy() -> list[bool]:
-    """fp32 weights, bf16 GEMMs: what is gathered is always the current weight, rounded."""
-    device = device_of_rank()
-    torch.manual_seed(0)
-    model = Model().to(device)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.data = parameter.data.bfloat16()
-    gtp.shard_model(model, dist.group.WORLD, config=gtp.GTPConfig(transport="copy_engine", param_dtype=torch.bfloat16))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    weight, same = model.head.weight, []
-    for step in range(4):
-        loss_of(model, batches(step, device)[rank()]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        (full,) = [weight.materialize_group_for_forward()]
-        same.append(torch.equal(full, weight.full_tensor().bfloat16()))
-        del full
-    return same
-
-
-def test_a_model_trains_with_a_compute_copy_in_peer_memory(pair: RankPool) -> None:
-    assert pair.run(train_with_a_compute_copy, timeout=100) == [[True] * 4] * 2
-
-
-def graphed_training() -> list[bool]:
-    """Forward, backward and optimizer in one graph, against the same steps run eagerly."""
-    device = device_of_rank()
-    torch.manual_seed(0)
-    models = [Model().to(device), Model().to(device)]
-    models[1].load_state_dict(models[0].state_dict())
-    for model in models:
-        gtp.shard_model(model, dist.group.WORLD, config=gtp.GTPConfig(transport="copy_engine"))
-    optimizers = [torch.optim.AdamW(m.parameters(), 1e-2, capturable=True, foreach=True) for m in models]
-    ids = batches(0, device)[rank()].clone()
-
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(model, ids)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            for _ in range(3):
-                step(model, optimizer)
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured_loss = step(models[1], optimizers[1])
-    same = []
-    for index in range(5):
-        ids.copy_(batches(index + 1, device)[rank()])
-        loss = step(models[0], optimizers[0])
-        graph.replay()
-        same.append(torch.equal(loss, captured_loss))
-    same += [
-        torch.equal(
-            a.full_tensor() if isinstance(a, gtp.GTPWeight) else a,
-            b.full_tensor() if isinstance(b, gtp.GTPWeight) else b,
-        )
-        for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True)
-    ]
-    torch.cuda.synchronize()
-    return same
-
-
-def test_a_graphed_training_step_equals_the_eager_one(pair: RankPool) -> None:
-    for same in pair.run(graphed_training, timeout=100):
-        assert all(same), same
