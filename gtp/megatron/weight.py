@@ -118,6 +118,10 @@ class MegatronGTPWeight(GTPWeight):
         """A new tensor made after the shard, as it is."""
         return tensor
 
+    def new_state(self, fresh: torch.Tensor) -> torch.Tensor:
+        """The same."""
+        return fresh
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

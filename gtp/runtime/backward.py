@@ -15,10 +15,10 @@ from torch.autograd.graph import _engine_run_backward
 NO_TASK = -1
 """What `backward_task` answers outside a backward."""
 
+_UNSURE = -2  # an inner backward has ended: whether the outer ones live is seen at the next work
 
-def backward_task() -> int:
-    """The engine's id of the backward in whose node this thread is (a recomputed forward counts), or `NO_TASK`."""
-    return int(torch._C._current_graph_task_id())
+backward_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The engine's id of the backward in whose node this thread is (a recomputed forward counts), or `NO_TASK`."""
 
 
 class _EndOfTask:
@@ -54,6 +54,10 @@ class BackwardTracker:
             Must not block: other ranks may not have raised.
         on_failure: Called when a backward is entered, or work outside of one begins, and an earlier one is found to
             have raised.
+
+    Attributes:
+        current: The task seen last. Ids are never used twice, so one seen again is known and alive; `NO_TASK` while no
+            task is known.
     """
 
     def __init__(
@@ -64,11 +68,17 @@ class BackwardTracker:
         self._on_failure = on_failure
         self._tasks: dict[int, weakref.ref[_EndOfTask]] = {}
         self._expected: list[_Outer] = []  # tasks around known ones, which are not known yet
-        self._current = NO_TASK  # the task seen last: ids are never used twice, so the same one is known and alive
+        self.current = NO_TASK
 
     def enter(self, task: int) -> None:
-        """To be called before every piece of work inside a backward, with the engine's id of it."""
-        if task == self._current:
+        """To be called before every piece of work in a task that is not the `current` one.
+
+        Args:
+            task: The engine's id of the backward; `NO_TASK` outside of one: what was entered and has not ended has
+                raised.
+        """
+        if task == NO_TASK:
+            self._fail()
             return
         if any(ref() is None for ref in self._tasks.values()):
             self._fail()
@@ -79,12 +89,7 @@ class BackwardTracker:
             Variable._execution_engine.queue_callback(ended)
             if len(self._tasks) == 1 and (node := _node_around()) is not None:
                 self._expected.append(_Outer(node, self._join))
-        self._current = task
-
-    def outside(self) -> None:
-        """To be called before work outside a backward: one that was entered and has not ended has raised."""
-        if self._tasks or self._expected:
-            self._fail()
+        self.current = task
 
     def forget(self) -> None:
         """Drops all tasks."""
@@ -92,7 +97,7 @@ class BackwardTracker:
         for outer in self._expected:
             outer.forget()
         self._expected.clear()
-        self._current = NO_TASK
+        self.current = NO_TASK
 
     def _join(self, outer: _Outer) -> None:
         if outer in self._expected:
@@ -104,7 +109,7 @@ class BackwardTracker:
         self._on_failure()
 
     def _ended(self, task: int) -> None:
-        self._current = NO_TASK
+        self.current = _UNSURE
         if self._expected or any(ref() is not None for other, ref in self._tasks.items() if other != task):
             self._tasks.pop(task, None)
         else:

@@ -20,6 +20,8 @@ from gtp.errors import GTPStateError
 
 _ALIGN = 256  # bytes between members of one buffer: what GEMMs and copy engines like best
 
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # of a storage, by its address
+
 
 class Buffer:
     """One block of pooled memory. States: free, leased (`holds` > 0), lingering (holds == 0, storage still read)."""
@@ -31,7 +33,7 @@ class Buffer:
         self._storage = base.untyped_storage()
         self._address = self._storage._cdata
         self._views: dict[object, list[torch.Tensor]] = {}
-        self._rest = self._use_count()
+        self._rest = _use_count(self._address)
         self.nbytes = base.numel()
         self.holds = 0
         self.streams: list[torch.cuda.Stream] = []
@@ -50,15 +52,17 @@ class Buffer:
                 views.append(self._base[start : start + size].view(dtype).view(shape))
                 start += _aligned(size)
             self._views[key] = views
-            self._rest = self._use_count()
+            self._rest = _use_count(self._address)
         return views
 
     def readable(self, dying: int = 0) -> bool:
         """Whether some tensor outside the pool, other than `dying` ones, still looks at this memory."""
-        return self._use_count() > self._rest + dying
+        return _use_count(self._address) > self._rest + dying
 
-    def _use_count(self) -> int:
-        return int(torch._C._storage_Use_Count(self._address))
+
+def first_rows(tensor: torch.Tensor, rows: int, padded_rows: int) -> torch.Tensor:
+    """The first `rows` of the `padded_rows` of `tensor`: a fresh tensor object over the same memory."""
+    return tensor.detach() if rows == padded_rows else tensor[:rows]
 
 
 def nbytes_of(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> int:
@@ -75,13 +79,6 @@ def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 def _aligned(nbytes: int) -> int:
     return max(-(-nbytes // _ALIGN) * _ALIGN, _ALIGN)
-
-
-class _Lease(weakref.ref[torch.Tensor]):
-    """Sees the end of one handed-out tensor."""
-
-    __slots__ = ("buffer",)
-    buffer: Buffer
 
 
 class BufferPool:
@@ -101,7 +98,7 @@ class BufferPool:
         self._free: dict[int, list[Buffer]] = {}
         self._lingering: list[Buffer] = []
         self._spare_events: list[torch.cuda.Event] = []
-        self._handed: dict[int, _Lease] = {}
+        self._handed: dict[int, tuple[weakref.ref[torch.Tensor], Buffer]] = {}  # by id of the reference
         self._raw_stream = -1
         self._stream: torch.cuda.Stream | None = None
         self.reserved_bytes = 0
@@ -125,9 +122,8 @@ class BufferPool:
         buffer.holds += 1
         if self._on_cuda:
             self.used(buffer)
-        lease = _Lease(tensor, self._ended)
-        lease.buffer = buffer
-        self._handed[id(lease)] = lease
+        lease = weakref.ref(tensor, self._ended)
+        self._handed[id(lease)] = lease, buffer
 
     def used(self, buffer: Buffer) -> None:
         """The current stream reads the buffer from here on, which is complete on the first stream that does.
@@ -175,9 +171,8 @@ class BufferPool:
                 self._give_back(buffer)
 
     def _ended(self, lease: weakref.ref[torch.Tensor]) -> None:
-        del self._handed[id(lease)]
-        # the callback runs just before the tensor lets go of its storage
-        self.let_go(lease.buffer, dying=1)  # type: ignore[attr-defined]  # typed as any reference by `weakref`
+        _, buffer = self._handed.pop(id(lease))
+        self.let_go(buffer, dying=1)  # the callback runs just before the tensor lets go of its storage
 
     def _collect(self) -> None:
         still: list[Buffer] = []
@@ -189,13 +184,11 @@ class BufferPool:
         self._lingering = still
 
     def _retire(self, buffer: Buffer) -> None:
-        # What is not gathered, but a wgrad, was last used in the order of the current stream.
-        if buffer.streams:
-            for stream in buffer.streams:
+        if self._on_cuda:
+            # What is not gathered, but a wgrad, was last used in the order of the current stream.
+            for stream in buffer.streams or (self._current_stream(),):
                 self._record(buffer, stream)
             buffer.streams.clear()
-        else:
-            self._record(buffer, self._current_stream())
         self.leased_bytes -= buffer.nbytes
         self._free.setdefault(buffer.nbytes, []).append(buffer)
 

@@ -20,8 +20,9 @@ class ShardOwner(Protocol):
         """The shard as a plain tensor that shares storage and version counter with the parameter."""
         ...
 
-    @property
-    def requires_grad(self) -> bool: ...
+    def wants_gradient(self) -> bool:
+        """Whether it requires grad."""
+        ...
 
     def adopt(self, shard: torch.Tensor) -> None:
         """The transport moved the shard to memory of its own: use that storage from now on."""
@@ -65,6 +66,7 @@ class Member:
         send: What is gathered, same shape as `shard` in the compute dtype: `shard` itself, or a copy of it.
         owner: The parameter. Weak: the parameter holds the runtime, and a strong edge back would keep a deleted
             model's storage alive until the cyclic garbage collector runs.
+        logical_shape: `(rows, *trailing)`.
     """
 
     name: str
@@ -74,6 +76,10 @@ class Member:
     shard: torch.Tensor
     send: torch.Tensor
     owner: Callable[[], ShardOwner | None]
+    logical_shape: tuple[int, ...] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.logical_shape = (self.rows, *self.trailing)
 
     def padded_shape(self, size: int) -> tuple[int, ...]:
         """Shape of the gathered buffer over `size` ranks, tail padding included."""

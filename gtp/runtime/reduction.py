@@ -6,16 +6,23 @@ import dataclasses
 import functools
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from gtp.config import GTPConfig
 from gtp.errors import GTPStateError
-from gtp.runtime.buffers import Buffer, BufferPool, nbytes_of
+from gtp.runtime.buffers import Buffer, BufferPool, first_rows, nbytes_of
 from gtp.runtime.group import Member, ShardOwner, WeightGroup
 from gtp.runtime.held import GradientMark
 from gtp.runtime.transport import Transport
+
+
+class _Room(NamedTuple):
+    """What a wgrad of one member and dtype takes up: its padded shape, as a list of one, and the bytes of a buffer."""
+
+    shapes: list[tuple[int, ...]]
+    nbytes: int
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -47,12 +54,14 @@ class Reducer:
         self._groups = groups
         self._pool = pool
         self._transport = transport
-        self._config = config
+        self._reduce_dtype = config.reduce_dtype
+        self._divisors = [1 if config.grad_reduce == "sum" else _ranks_of(group) for group in groups]
         self._window_bytes = window_bytes
+        self._rooms: dict[tuple[Member, torch.dtype], _Room] = {}
         self._lent: dict[int, _Wgrad] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._in_flight_bytes = 0
-        self._targets: dict[ShardOwner, torch.Tensor] = {}
+        self._targets: dict[Member, tuple[ShardOwner, torch.Tensor]] = {}
         self._unreduced: dict[Member, _Wgrad] = {}
         self._marks: dict[Member, GradientMark | None] = {}  # see [Note: zeroing what is not there]
         self.accumulate_only = False
@@ -61,31 +70,26 @@ class Reducer:
     def grad_buffer(self, group: WeightGroup, position: int) -> torch.Tensor:
         """Memory for the wgrad of one member, `[rows, *trailing]`, contents undefined."""
         member = group.members[position]
-        wgrad = self._lease(group, member, self._config.reduce_dtype or group.compute_dtype)
-        full = wgrad.padded[: member.rows]
+        wgrad = self._lease(group, member, self._reduce_dtype or group.compute_dtype)
+        full = first_rows(wgrad.padded, member.rows, member.shard_rows * group.size)
         self._lent[full.data_ptr()] = wgrad
         return full
 
     def finalize(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> None:
         """Takes the full wgrads of a group: those of `grad_buffer` are kept, and copies of others."""
         for member, wgrad in zip(group.members, wgrads, strict=True):
-            if tuple(wgrad.shape) != (member.rows, *member.trailing):
+            if wgrad.shape != member.logical_shape:
                 raise GTPStateError(
                     f"{member.name}: finalize got a wgrad of shape {tuple(wgrad.shape)}, expected the logical shape "
-                    f"{(member.rows, *member.trailing)}"
+                    f"{member.logical_shape}"
                 )
         padded = [self._take(group, member, wgrad) for member, wgrad in zip(group.members, wgrads, strict=True)]
         if self.accumulate_only:
             for member, contribution in zip(group.members, padded, strict=True):
                 self._hold(group, member, contribution)
             return
-        for position, member in enumerate(group.members):
-            held = self._held(member)
-            if held is not None:
-                del self._unreduced[member]
-                held.padded += padded[position].padded
-                self._pool.let_go(padded[position].buffer)
-                padded[position] = held
+        if self._unreduced:
+            self._add_to_held(group, padded)
         self._start(group, padded if len(padded) == 1 else self._alike(group, padded))
 
     def reduce_now(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -94,7 +98,7 @@ class Reducer:
         padded = self._alike(group, padded)
         into = [self._owner(member).new_gradient() for member in group.members]
         ticket = self._transport.start_reduce(
-            group, [w.padded for w in padded], into, [False] * len(into), self._divisor(group)
+            group, [w.padded for w in padded], into, [False] * len(into), self._divisors[group.index]
         )
         self._transport.finish_reduce(ticket)
         for wgrad in padded:
@@ -107,12 +111,12 @@ class Reducer:
             self._flush_held()
         while self._in_flight:
             self._finish_oldest()
-        owners = list(self._targets)
-        for owner, target in self._targets.items():
+        delivered = list(self._targets.values())
+        for owner, target in delivered:
             owner.gradient_delivered(target)
         self._targets.clear()
         self._let_go_of_lent()
-        return owners
+        return [owner for owner, _ in delivered]
 
     def switch(self, pool: BufferPool) -> None:
         """A CUDA graph capture begins or has ended.
@@ -133,7 +137,7 @@ class Reducer:
 
         A reduction that is added when it is finished must not reach a `.grad` that was zeroed in the meantime.
         """
-        before = [(target, target.clone()) for target in self._targets.values()] if self._in_flight else []
+        before = [(target, target.clone()) for _, target in self._targets.values()] if self._in_flight else []
         self._targets.clear()  # first of all: a transport that fails once more must not leave them for the next step
         self._let_go_of_lent()
         while self._in_flight:
@@ -159,11 +163,14 @@ class Reducer:
         return sum(w.buffer.nbytes for w in self._unreduced.values())
 
     def _lease(self, group: WeightGroup, member: Member, dtype: torch.dtype) -> _Wgrad:
-        shapes = [member.padded_shape(group.size)]
-        buffer = self._pool.lease(nbytes_of(shapes, dtype))
+        room = self._rooms.get((member, dtype))
+        if room is None:
+            shapes = [member.padded_shape(group.size)]
+            room = self._rooms[member, dtype] = _Room(shapes, nbytes_of(shapes, dtype))
+        buffer = self._pool.lease(room.nbytes)
         self._pool.await_events(buffer)
-        (padded,) = buffer.views((shapes[0], dtype), shapes, dtype)
-        if padded.shape[0] != member.rows:
+        (padded,) = buffer.views((room.shapes[0], dtype), room.shapes, dtype)
+        if room.shapes[0] != member.logical_shape:
             padded[member.rows :].zero_()
         return _Wgrad(buffer, padded)
 
@@ -172,10 +179,10 @@ class Reducer:
         if (
             lent is not None
             and _is_first_rows(wgrad, lent.padded)
-            and len(lent.padded) == member.shard_rows * group.size
+            and lent.padded.shape[0] == member.shard_rows * group.size
         ):
             return lent
-        own = self._lease(group, member, self._config.reduce_dtype or wgrad.dtype)
+        own = self._lease(group, member, self._reduce_dtype or wgrad.dtype)
         own.padded[: member.rows].copy_(wgrad)
         if lent is not None:  # another view of that memory, which has been read now
             self._pool.let_go(lent.buffer)
@@ -220,6 +227,16 @@ class Reducer:
             return None
         return held
 
+    def _add_to_held(self, group: WeightGroup, padded: list[_Wgrad]) -> None:
+        """Where earlier backwards held something for a member, its entry of `padded` becomes the sum."""
+        for position, member in enumerate(group.members):
+            held = self._held(member)
+            if held is not None:
+                del self._unreduced[member]
+                held.padded += padded[position].padded
+                self._pool.let_go(padded[position].buffer)
+                padded[position] = held
+
     def _flush_held(self) -> None:
         """Reduces what earlier backwards held and this one had nothing to add to."""
         for member in list(self._unreduced):
@@ -242,18 +259,19 @@ class Reducer:
         accumulate: list[bool] = []
         for member in group.members:
             owner = self._owner(member)
-            target = self._targets.get(owner)
-            if not owner.requires_grad:
+            known = self._targets.get(member)
+            if not owner.wants_gradient():
                 target, has_value = owner.new_gradient(), False  # frozen, in a group that is not: nobody gets it
-            elif target is None:
+            elif known is None:
                 target, has_value = owner.gradient_target()
-                self._targets[owner] = target
+                self._targets[member] = owner, target
             else:
-                has_value = True
+                (_, target), has_value = known, True
             into.append(target)
             accumulate.append(has_value)
-        nbytes = sum(w.buffer.nbytes for w in padded)
-        ticket = self._transport.start_reduce(group, [w.padded for w in padded], into, accumulate, self._divisor(group))
+        nbytes = sum([w.buffer.nbytes for w in padded])
+        divisor = self._divisors[group.index]
+        ticket = self._transport.start_reduce(group, [w.padded for w in padded], into, accumulate, divisor)
         self.bytes_reduced += nbytes
         self._in_flight.append(_InFlight(ticket, padded, nbytes))
         self._in_flight_bytes += nbytes
@@ -266,12 +284,6 @@ class Reducer:
             raise GTPStateError(f"{member.name}: its parameter was deleted while backward was running")
         return owner
 
-    def _divisor(self, group: WeightGroup) -> int:
-        if self._config.grad_reduce == "sum":
-            return 1
-        replicas = 1 if group.replicate_group is None else group.replicate_group.size()
-        return group.size * replicas
-
     def _finish_oldest(self) -> None:
         flight = self._in_flight.popleft()
         self._in_flight_bytes -= flight.nbytes
@@ -280,6 +292,11 @@ class Reducer:
         finally:
             for wgrad in flight.wgrads:
                 self._pool.let_go(wgrad.buffer)
+
+
+def _ranks_of(group: WeightGroup) -> int:
+    """How many ranks contribute to a gradient."""
+    return group.size * (1 if group.replicate_group is None else group.replicate_group.size())
 
 
 def _is_first_rows(wgrad: torch.Tensor, padded: torch.Tensor) -> bool:

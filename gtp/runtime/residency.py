@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gtp.errors import GTPStateError
-from gtp.runtime.buffers import Buffer, BufferPool, nbytes_of
+from gtp.runtime.buffers import Buffer, BufferPool, first_rows, nbytes_of
 from gtp.runtime.group import WeightGroup
 from gtp.runtime.schedule import Phase, Schedule
 from gtp.runtime.transport import Transport
@@ -74,7 +74,8 @@ class Gatherer:
         decision = self._schedule.open()
         self._end_line(decision.drop)
         self._publish()
-        self._prefetch(decision.prefetch)
+        for coming in decision.prefetch:
+            self._resident[coming] = self._start(self._groups[coming])
 
     def close_line(self) -> None:
         """Shards may be written once this returns."""
@@ -101,7 +102,8 @@ class Gatherer:
             copy = self._start(group)
             if decision.keep:
                 self._resident[index] = copy
-        self._prefetch(decision.prefetch)
+        for coming in decision.prefetch:
+            self._resident[coming] = self._start(self._groups[coming])
         full = self._hand_out(group, copy)
         if not decision.keep:
             self._resident.pop(index, None)
@@ -194,10 +196,6 @@ class Gatherer:
                     if member.send is not member.shard:
                         member.send.copy_(member.shard)
 
-    def _prefetch(self, indices: Sequence[int]) -> None:
-        for index in indices:
-            self._resident[index] = self._start(self._groups[index])
-
     def _start(self, group: WeightGroup) -> _Copy:
         index = group.index
         if self._interrupted:
@@ -236,7 +234,7 @@ class Gatherer:
         self._finish(copy)
         full = []
         for member, out in zip(group.members, copy.outs, strict=True):
-            tensor = out.detach() if out.shape[0] == member.rows else out[: member.rows]
+            tensor = first_rows(out, member.rows, member.shard_rows * group.size)
             self._pool.hand_out(copy.buffer, tensor)
             full.append(tensor)
         return full

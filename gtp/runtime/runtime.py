@@ -285,9 +285,7 @@ class GTPRuntime:
         if capture != self._capture:
             self._switch(capture)
         task = backward_task()
-        if task == NO_TASK:
-            self._backward.outside()
-        else:
+        if task != self._backward.current:
             self._backward.enter(task)
         return task
 

@@ -109,15 +109,10 @@ def _check_move(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], weight
         )
 
 
-def require_leader(weight: GTPWeight) -> None:
-    """A weight used by itself must lead its group.
-
-    Raises:
-        GTPStateError: it is a later member of a group that is gathered together.
-    """
-    if weight.handle.position != 0:
-        leader = weight.handle.group.members[0].name
-        raise GTPStateError(
-            f"{weight.handle.name}: it is gathered together with {leader}, which answers for the group; "
-            "use the group as a whole (gtp.ops.grouped_linear), or shard the weights one by one"
-        )
+def not_the_leader(weight: GTPWeight) -> GTPStateError:
+    """The error of a weight that is used by itself and is a later member of a group that is gathered together."""
+    leader = weight.handle.group.members[0].name
+    return GTPStateError(
+        f"{weight.handle.name}: it is gathered together with {leader}, which answers for the group; "
+        "use the group as a whole (gtp.ops.grouped_linear), or shard the weights one by one"
+    )

@@ -18,7 +18,7 @@ from gtp.runtime.held import GradientMark, mark_of, plain_gradient
 from gtp.runtime.runtime import GTPRuntime, gather_now
 from gtp.runtime.schedule import Phase
 from gtp.weights.full_tensor import differentiable_full_tensor
-from gtp.weights.functions import dispatch, require_leader
+from gtp.weights.functions import dispatch, not_the_leader
 from gtp.weights.layout import ShardLayout
 from gtp.weights.rows import ShardRows
 from gtp.weights.shard_tensor import LocalShard, ShardOrigin
@@ -162,6 +162,10 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
             is_alias = tensor.data_ptr() == self.data_ptr()
         return ShardRows.of(tensor, origin, self.handle.member.owner if is_alias else None)
 
+    def new_state(self, fresh: torch.Tensor) -> torch.Tensor:
+        """As `local_state`, of a plain tensor of the shard's shape that nobody else has."""
+        return ShardRows.out_of(fresh, self.handle.origin)
+
     # -- DistributedWeight ---------------------------------------------------------------------------------------
 
     def materialize_group_for_forward(self) -> torch.Tensor | Sequence[torch.Tensor]:
@@ -180,7 +184,8 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
         Ready, which is synchronous, in a backward whose gradients the caller wants returned (`torch.autograd.grad`).
         """
         handle = self.handle
-        require_leader(self)
+        if handle.position:
+            raise not_the_leader(self)
         given = [wgrads] if isinstance(wgrads, torch.Tensor) else list(wgrads)
         if len(given) != len(handle.group.members):
             raise GTPStateError(
@@ -210,12 +215,17 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
         """The transport keeps the shard in memory of its own: use that."""
         self.set_data(shard)
 
+    def wants_gradient(self) -> bool:
+        """Whether it is trained."""
+        with _plain():
+            return self.requires_grad
+
     def gradient_target(self) -> tuple[torch.Tensor, bool]:
         """Where the reduced gradient goes: `main_grad` if somebody gave the weight one, else `.grad`."""
         main_grad = getattr(self, "main_grad", None)
         with _plain():
             if main_grad is not None:
-                return main_grad.view(self.handle.layout.shard_shape).as_subclass(torch.Tensor), True
+                return main_grad.view(self.handle.origin.shape).as_subclass(torch.Tensor), True
             grad = self.grad
             # Without other ranks, uses are added to each other first and then to `.grad`, in autograd's own order.
             if grad is not None and self.handle.group.size > 1:
@@ -226,7 +236,7 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
         """Fresh memory for a gradient of the shard."""
         with _plain():
             dtype = self.handle.grad_dtype or self.dtype
-            return torch.empty(self.handle.layout.shard_shape, dtype=dtype, device=self.device)
+            return torch.empty(self.handle.origin.shape, dtype=dtype, device=self.device)
 
     def gradient_delivered(self, target: torch.Tensor) -> None:
         """`target` holds this rank's part of the reduced gradient."""
@@ -235,11 +245,12 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
                 self.grad_added_to_main_grad = True
             return
         with _plain():
-            if self.grad is None:
-                self.grad = self.local_state(target)
-            elif self.grad.data_ptr() != target.data_ptr():
+            grad = self.grad
+            if grad is None:
+                self.grad = self.new_state(target)
+            elif grad.data_ptr() != target.data_ptr():
                 # in a group of one, autograd has accumulated the weight's other uses in the meantime
-                self.grad = plain_gradient(self.grad.add_(target))
+                self.grad = plain_gradient(grad.add_(target))
 
     def mark_held(self) -> GradientMark | None:
         """`.grad` as it is beside a gradient that is held unreduced; zeros if there is none."""
@@ -344,14 +355,14 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
 
     def _materialize(self, phase: Phase) -> torch.Tensor | Sequence[torch.Tensor]:
         handle = self.handle
-        require_leader(self)
+        if handle.position:
+            raise not_the_leader(self)
         full = handle.runtime.materialize(handle.group, phase)
         # Transformer Engine decides by the full tensor whether a wgrad is wanted.
-        with _plain():
-            for member, tensor in zip(handle.group.members, full, strict=True):
-                owner = member.owner()
-                if owner is not None and owner.requires_grad:
-                    tensor.requires_grad_()
+        for member, tensor in zip(handle.group.members, full, strict=True):
+            owner = member.owner()
+            if owner is not None and owner.wants_gradient():
+                tensor.requires_grad_()
         return full[0] if len(full) == 1 else full
 
     @classmethod

@@ -55,6 +55,15 @@ class ShardRows(LocalShard, torch.Tensor):
             rows._weight = weight
         return rows
 
+    @staticmethod
+    def out_of(fresh: torch.Tensor, origin: ShardOrigin) -> torch.Tensor:
+        """As `of`, of a plain tensor that nobody else has: the object itself becomes rows."""
+        if origin.is_whole:
+            return fresh
+        fresh.__class__ = ShardRows
+        fresh._origin = origin  # type: ignore[attr-defined]
+        return fresh
+
     @property
     def origin(self) -> ShardOrigin:
         return self._origin
@@ -79,6 +88,9 @@ class ShardRows(LocalShard, torch.Tensor):
         if mark is not None and tensor.data_ptr() == self.data_ptr():  # zeroing the alias zeroes the gradient
             rows.gradient_mark = mark  # type: ignore[attr-defined]
         return rows
+
+    def new_state(self, fresh: torch.Tensor) -> torch.Tensor:
+        return ShardRows.out_of(fresh, self._origin)
 
     def before_write(self) -> None:
         weight = None if self._weight is None else self._weight()

@@ -134,6 +134,10 @@ class LocalShard(CheckpointableShard):
         """`tensor` marked as this rank's rows, if it has the shard's shape and the shard is not the whole."""
         raise NotImplementedError
 
+    def new_state(self, fresh: torch.Tensor) -> torch.Tensor:
+        """As `local_state`, of a plain tensor of the shard's shape that nobody else has; it may become rows itself."""
+        raise NotImplementedError
+
     def valid_rows(self) -> torch.Tensor:
         """The rows that are not padding, a plain local tensor `[valid_rows, *trailing]`."""
         return self.shard[: self.origin.layout.valid_rows]
