@@ -19,7 +19,7 @@ import gtp
 from gtp.errors import GTPValueError, UnsupportedError
 from gtp.testing.ranks import rank, subgroup
 from tests.checkpoint.models import ALIGNED, SHARDED, Net, assert_same_state, numbered, pair
-from tests.weights.side_by_side import live_count, only_new_objects
+from tests.weights.side_by_side import live_count
 
 
 def _full():
@@ -65,7 +65,6 @@ class Uneven(nn.Module):
 SHARD, FULL = 4 * 70_001, 4 * 10 * 24_001
 
 
-@only_new_objects()
 def _broadcast(config, at_most):
     torch.manual_seed(0)
     source = Uneven().state_dict() if rank() == 0 else None

@@ -5,6 +5,7 @@ One test: `make test TEST=tests/testing/test_ranks.py::test_results_come_by_rank
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -34,6 +35,17 @@ def sum_of_ranks(scale: float, extra: int = 0) -> torch.Tensor:
     x = torch.full((3,), scale * (rank_api.rank() + 1) + extra, requires_grad=True) * 1.0
     dist.all_reduce(x)
     return x
+
+
+KEPT: list[object] = []
+
+
+def what_collection_sees() -> tuple[int, bool, bool]:
+    """How many objects; whether one of an earlier call is among them; whether one of this call is."""
+    earlier, mine = [*KEPT], [object()]
+    KEPT.append(mine)
+    seen = {id(o) for o in gc.get_objects()}
+    return len(seen), bool(earlier) and id(earlier[0]) in seen, id(mine) in seen
 
 
 def who_am_i() -> tuple[int, int, int, int, int]:
@@ -87,6 +99,13 @@ def die_on(bad: int) -> None:
 def exit_on(bad: int) -> None:
     if rank_api.rank() == bad:
         sys.exit("a script called inside a rank")
+
+
+def test_collections_look_only_at_what_a_function_makes(pool: RankPool) -> None:
+    for _ in range(2):
+        for objects, earlier, mine in pool.run(what_collection_sees):
+            assert objects < 10_000  # importing torch leaves more than 100,000
+            assert (earlier, mine) == (False, True)
 
 
 def test_results_come_by_rank(pool: RankPool) -> None:

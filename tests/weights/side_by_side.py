@@ -7,10 +7,8 @@ and runs the reference of `tests/reference.py` on all ranks' batches while each 
 from __future__ import annotations
 
 import copy
-import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,17 +45,6 @@ def inputs(step: int, *shape: int, count: int | None = None) -> list[torch.Tenso
     """Every rank's input of a step, the same list on all ranks."""
     generator = torch.Generator().manual_seed(1000 + step)
     return [torch.randn(shape, generator=generator) for _ in range(count or dist.get_world_size())]
-
-
-@contextmanager
-def only_new_objects() -> Iterator[None]:
-    """Inside, garbage collection, and so `live_full_storages`, sees what was made inside: a tenth of the time."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def settled[T](measure: Callable[[], T], wanted: Callable[[T], bool]) -> T:

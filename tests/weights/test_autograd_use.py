@@ -13,7 +13,7 @@ from gtp.testing.collectives import collective_log, late_collectives
 from gtp.testing.memory import live_bytes
 from gtp.testing.ranks import rank
 from tests.reference import data_parallel_backward, full_grad
-from tests.weights.side_by_side import ROUNDED, SideBySide, inputs, linears, only_new_objects, settled, square
+from tests.weights.side_by_side import ROUNDED, SideBySide, inputs, linears, settled, square
 
 
 def _mlp():
@@ -168,7 +168,6 @@ def test_gradients_are_there_when_backward_returns(ranks, kind):  # C56
     ranks(2).run(_inputs_without_gradient, kind)
 
 
-@only_new_objects()
 def _accumulation(mode):
     twins = SideBySide(lambda: linears(3, 32, bias=True), **ROUNDED)
     counts, held = [], 0
@@ -202,7 +201,6 @@ def test_accumulation_reduces_as_often_as_asked(ranks):  # C58
     assert ranks(4).run(_accumulation, "flipped") == [([6, 6], full_gradients)] * 4
 
 
-@only_new_objects()
 def _gradient_memory(at_most):
     """Reducing every micro-batch holds shards of gradients: 1/R, and the pools, whatever the number of layers."""
     model = linears(12, 32)

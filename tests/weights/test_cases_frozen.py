@@ -11,7 +11,7 @@ import gtp
 from gtp.testing.collectives import collective_log, late_collectives
 from gtp.testing.ranks import rank
 from tests.reference import full
-from tests.weights.side_by_side import SideBySide, adamw, inputs, live_count, only_new_objects, square
+from tests.weights.side_by_side import SideBySide, adamw, inputs, live_count, square
 
 
 class Adapted(nn.Module):
@@ -82,7 +82,6 @@ def _between(frozen):
     return nn.Sequential(first, *[nn.Linear(WIDTH, WIDTH).requires_grad_(False) for _ in range(frozen)], last)
 
 
-@only_new_objects()
 def _in_the_way(frozen):
     twins = SideBySide(lambda: _between(frozen))
     for step in range(3):

@@ -15,7 +15,7 @@ import gtp
 from gtp.testing.collectives import collective_log, late_collectives
 from gtp.testing.ranks import rank
 from tests.reference import full
-from tests.weights.side_by_side import ROUNDED, SideBySide, inputs, live_count, only_new_objects, square
+from tests.weights.side_by_side import ROUNDED, SideBySide, inputs, live_count, square
 
 WIDTH = 32
 FULL = WIDTH * WIDTH * 4
@@ -55,7 +55,6 @@ def _raise(grad):
     raise MemoryError("a simulated out of memory")
 
 
-@only_new_objects()
 def _retry(where, reentrant, keep_bytes):
     twins = SideBySide(Fragile, config=gtp.GTPConfig(keep_bytes=keep_bytes))
     twins.sharded.reentrant = reentrant

@@ -19,7 +19,7 @@ import gtp
 from gtp.testing.collectives import late_collectives
 from gtp.testing.memory import poisoned_memory, saved_tensors
 from gtp.testing.ranks import rank
-from tests.weights.side_by_side import ROUNDED, SideBySide, inputs, linears, live_count, only_new_objects, settled, sgd
+from tests.weights.side_by_side import ROUNDED, SideBySide, inputs, linears, live_count, settled, sgd
 
 WIDTH = 64
 FULL = WIDTH * WIDTH * 4  # bytes of one full weight of the stacks below
@@ -128,7 +128,6 @@ def test_views_and_saved_tensors_keep_a_buffer_from_being_reused(ranks):
 GATHERED, WGRADS, RECEIVED = 6, 6, 5
 
 
-@only_new_objects()
 def _full_weights_alive(layers):
     """Full-size storages at the end of forward, in the middle of backward and after it, in a learned step."""
     model = linears(layers, WIDTH)
@@ -179,7 +178,6 @@ class Loop(nn.Module):
         return self.layer(self.layer(self.layer(x)))
 
 
-@only_new_objects()
 def _repeated_layer():
     model = Loop()
     runtime = gtp.shard_model(model, dist.group.WORLD)
@@ -201,7 +199,6 @@ def test_a_layer_used_three_times_a_step_does_not_grow_the_pools(ranks):  # C04
         assert released == 0
 
 
-@only_new_objects()
 def _freed(collect):
     model = nn.Sequential(nn.Embedding(40, 16), nn.LayerNorm(16), *linears(3, bias=True))
     runtime = gtp.shard_model(model, dist.group.WORLD)
@@ -236,7 +233,6 @@ def test_a_deleted_model_is_gone_at_once_without_the_garbage_collector(ranks):  
         assert set(left.values()) == {0}
 
 
-@only_new_objects()
 def _ten_builds():
     counts = []
     for build in range(10):

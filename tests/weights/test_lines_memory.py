@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 import gtp
 from gtp.testing.memory import live_bytes
 from gtp.testing.ranks import rank
-from tests.weights.side_by_side import adamw, inputs, only_new_objects, settled, square
+from tests.weights.side_by_side import adamw, inputs, settled, square
 
 WIDTH, LAYERS = 64, 16
 FULL = WIDTH * WIDTH * 4  # bytes of one full weight
@@ -57,7 +57,6 @@ def _stack():
     return nn.Sequential(*blocks)
 
 
-@only_new_objects()
 def _bytes_of_steps(config, at_rest):
     """Peak of a learned step; what lies there after it, with and without the pools. Unsharded if there is no config."""
     with StoragePeak() as memory:

@@ -12,7 +12,7 @@ from torch import nn
 import gtp
 from gtp.testing.ranks import rank, subgroup
 from tests.reference import full
-from tests.weights.side_by_side import inputs, live_count, only_new_objects, square
+from tests.weights.side_by_side import inputs, live_count, square
 from tests.weights.test_lines_memory import StoragePeak
 
 
@@ -85,7 +85,6 @@ def _uniform(name: str, tensor: torch.Tensor) -> None:
     tensor.uniform_()
 
 
-@only_new_objects()
 def _peak_of_a_build(init):
     with StoragePeak() as memory:
         with torch.device("meta"):

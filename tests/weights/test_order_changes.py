@@ -11,7 +11,7 @@ from torch import nn
 import gtp
 from gtp.testing.collectives import late_collectives
 from gtp.testing.ranks import rank
-from tests.weights.side_by_side import ROUNDED, SideBySide, inputs, live_count, only_new_objects
+from tests.weights.side_by_side import ROUNDED, SideBySide, inputs, live_count
 
 WIDTH = 32
 FULL = WIDTH * WIDTH * 4
@@ -30,7 +30,6 @@ class Branch(nn.Module):
         return self.d(self.b(x) if self.left else self.c(x))
 
 
-@only_new_objects()
 def _flipping_branch(config):
     twins = SideBySide(Branch, config=config)
     live = []
