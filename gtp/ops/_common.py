@@ -36,6 +36,17 @@ _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 outside_graphs = cast("Callable[[_Callable], _Callable]", _disable_dynamo)
 
 
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., torch.Tensor]:
+    """`function.apply`, past what torch's own does in Python for transforms of `torch.func`, which takes as long as a
+    small product. Inside a transform it is torch's own, which refuses."""
+    direct: Callable[..., torch.Tensor] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+    def apply(*args: Any) -> torch.Tensor:
+        return (function.apply if torch._C._are_functorch_transforms_active() else direct)(*args)
+
+    return apply
+
+
 def collects_main_grad(weight: torch.Tensor) -> bool:
     """Whether a plain weight's owner wants its gradient added to `main_grad` (Megatron's and TE's convention)."""
     return getattr(weight, "main_grad", None) is not None and hasattr(weight, "grad_added_to_main_grad")
@@ -173,7 +184,7 @@ def wgrad_buffers(weights: Sequence[torch.Tensor], rows: int) -> list[torch.Tens
     if buffers is None:
         return [None] * len(weights)
     check_rows(weights, buffers, rows, "grad_buffer")
-    return cast("list[torch.Tensor | None]", buffers)
+    return [*buffers]
 
 
 def write_wgrad(dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None, wide: torch.dtype | None) -> torch.Tensor:

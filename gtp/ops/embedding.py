@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from gtp.errors import UnsupportedError
 from gtp.ops._common import (
+    apply_of,
     finish_wgrads,
     is_managed,
     is_surely_plain,
@@ -135,4 +135,4 @@ class _Embedding(torch.autograd.Function):
         return None, grad, None, None
 
 
-_apply = cast("Callable[..., torch.Tensor]", _Embedding.apply)
+_apply = apply_of(_Embedding)

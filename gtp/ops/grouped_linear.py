@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from gtp.errors import GTPValueError, UnsupportedError
 from gtp.ops._common import (
     ShardVersions,
+    apply_of,
     as_rows,
     autocast_dtype,
     autocast_to,
@@ -232,7 +233,7 @@ class _GroupedLinear(torch.autograd.Function):
         return dx, None, None, None, *dweights, *dbiases
 
 
-_apply = cast("Callable[..., torch.Tensor]", _GroupedLinear.apply)
+_apply = apply_of(_GroupedLinear)
 
 
 def _weight_gradients(

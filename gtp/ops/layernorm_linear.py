@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from gtp.errors import GTPValueError
 from gtp.ops._common import (
     ShardVersions,
+    apply_of,
     as_rows,
     autocast_dtype,
     autocast_to,
@@ -192,4 +193,4 @@ def _autocast(x: torch.Tensor, dtype: torch.dtype | None) -> torch.autocast:
     return torch.autocast(x.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
 
 
-_apply = cast("Callable[..., torch.Tensor]", _NormedLinear.apply)
+_apply = apply_of(_NormedLinear)

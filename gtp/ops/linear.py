@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from gtp.errors import GTPValueError, UnsupportedError
 from gtp.ops._common import (
     ShardVersions,
+    apply_of,
     as_rows,
     autocast_dtype,
     autocast_to,
@@ -71,9 +71,9 @@ def _managed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
         shape, trainable = weight.shape, weight.requires_grad
     check_shapes(x, weight, shape)
     dtype = autocast_dtype(x)
-    x = autocast_to(x, dtype)
-    if bias is not None:
-        bias = autocast_to(bias, dtype)
+    if dtype is not None:
+        x = autocast_to(x, dtype)
+        bias = None if bias is None else autocast_to(bias, dtype)
     if torch.is_grad_enabled() and (trainable or x.requires_grad or (bias is not None and bias.requires_grad)):
         return _apply(x, weight, bias, dtype)
     with torch.no_grad():  # a full weight that requires grad would be kept by its graph
@@ -110,7 +110,7 @@ def gemm(
         trainable: Whether the plain weight of the unsharded model would require grad.
     """
     (gathered,) = materialize_weight_for_forward([weight])
-    full = autocast_to(gathered, dtype)
+    full = gathered if dtype is None else autocast_to(gathered, dtype)
     check_dtype(weight, full, x)
     if trainable and not _flattens(x):
         y = torch.mm(as_rows(x), full.t()).view(*x.shape[:-1], full.shape[0])
@@ -188,7 +188,7 @@ class _Linear(torch.autograd.Function):
         return dx, dweight, dbias, None
 
 
-_apply = cast("Callable[..., torch.Tensor]", _Linear.apply)
+_apply = apply_of(_Linear)
 
 
 def weight_gradient(

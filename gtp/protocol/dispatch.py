@@ -7,12 +7,12 @@ an implementer's mistake is a `ProtocolError` with the weight's name and not a w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any
 
 import torch
 
 from gtp.errors import ProtocolError
-from gtp.protocol.contract import DistributedWeight, Outcome
+from gtp.protocol.contract import Outcome
 
 # Shards are tensor subclasses: reading `.shape` on one goes through its __torch_function__. The checks below are about
 # the plain tensor underneath, and run once per GEMM.
@@ -49,16 +49,18 @@ def materialize_weight_for_forward(weights: Sequence[torch.Tensor]) -> list[torc
     Raises:
         ProtocolError: the leader answered the wrong count, type or shape, or what is not plain and contiguous.
     """
-    if not is_distributed_weight(weights[0]):
+    leader: Any = weights[0]
+    if not is_distributed_weight(leader):
         return list(weights)
-    return _check_full(weights, _leader(weights).materialize_group_for_forward(), "materialize_group_for_forward")
+    return _check_full(weights, leader.materialize_group_for_forward(), "materialize_group_for_forward")
 
 
 def materialize_weight_for_backward(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The full weights of one group, for the dgrad GEMM. As `materialize_weight_for_forward`."""
-    if not is_distributed_weight(weights[0]):
+    leader: Any = weights[0]
+    if not is_distributed_weight(leader):
         return list(weights)
-    return _check_full(weights, _leader(weights).materialize_group_for_backward(), "materialize_group_for_backward")
+    return _check_full(weights, leader.materialize_group_for_backward(), "materialize_group_for_backward")
 
 
 def weight_grad_buffers(weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
@@ -71,11 +73,9 @@ def weight_grad_buffers(weights: Sequence[torch.Tensor]) -> list[torch.Tensor] |
     """
     if not is_distributed_weight(weights[0]):
         return None
-    buffers = []
-    for weight in weights:
-        buffer = cast(DistributedWeight, weight).grad_buffer()
-        _check_tensor(weight, buffer, "grad_buffer")
-        buffers.append(buffer)
+    group: Sequence[Any] = weights
+    buffers = [weight.grad_buffer() for weight in group]
+    _check_tensors(weights, buffers, "grad_buffer")
     return buffers
 
 
@@ -92,15 +92,15 @@ def finalize_weight_grads(weights: Sequence[torch.Tensor], wgrads: Sequence[torc
     Raises:
         ProtocolError: count, type or shape of what the leader answered is not in the contract.
     """
-    if not is_distributed_weight(weights[0]):
+    leader: Any = weights[0]
+    if not is_distributed_weight(leader):
         return list(wgrads)
     if len(wgrads) != len(weights):
         raise ProtocolError(
             f"finalize_weight_grads got {len(wgrads)} wgrads for {len(weights)} weights led by "
-            f"{describe_weight(weights[0])}"
+            f"{describe_weight(leader)}"
         )
-    answer = _leader(weights).finalize_group_grads(wgrads[0] if len(wgrads) == 1 else list(wgrads))
-    grads = _as_list(answer)
+    grads = _as_list(leader.finalize_group_grads(wgrads[0] if len(wgrads) == 1 else list(wgrads)))
     if len(grads) != len(weights):
         raise _wrong_count(weights, grads, "finalize_group_grads", "one outcome per weight")
     for index, grad in enumerate(grads):
@@ -118,7 +118,7 @@ def finalize_weight_grads(weights: Sequence[torch.Tensor], wgrads: Sequence[torc
                 f"finalize_group_grads of {describe_weight(weights[index])} promised the shard's shape "
                 f"{tuple(shard_shape)}, got {tuple(shape)}"
             )
-    return cast("list[torch.Tensor | None]", grads)
+    return grads
 
 
 def outcome_of(weight: torch.Tensor, grad: torch.Tensor | None) -> Outcome:
@@ -130,37 +130,33 @@ def outcome_of(weight: torch.Tensor, grad: torch.Tensor | None) -> Outcome:
     return Outcome.READY
 
 
-def _leader(weights: Sequence[torch.Tensor]) -> DistributedWeight:
-    return cast(DistributedWeight, weights[0])
-
-
-def _as_list(answer: object) -> list[object]:
+def _as_list(answer: Any) -> list[Any]:
     return list(answer) if isinstance(answer, (list, tuple)) else [answer]
 
 
-def _wrong_count(weights: Sequence[torch.Tensor], answer: list[object], call: str, promised: str) -> ProtocolError:
+def _wrong_count(weights: Sequence[torch.Tensor], answer: list[Any], call: str, promised: str) -> ProtocolError:
     return ProtocolError(
         f"{call} of {describe_weight(weights[0])} promised {promised} ({len(weights)}), got {len(answer)}"
     )
 
 
-def _check_full(weights: Sequence[torch.Tensor], answer: object, call: str) -> list[torch.Tensor]:
+def _check_full(weights: Sequence[torch.Tensor], answer: Any, call: str) -> list[torch.Tensor]:
     full = _as_list(answer)
     if len(full) != len(weights):
         raise _wrong_count(weights, full, call, "one full weight per weight")
-    for weight, tensor in zip(weights, full, strict=True):
-        _check_tensor(weight, tensor, call)
-    return cast("list[torch.Tensor]", full)
+    _check_tensors(weights, full, call)
+    return full
 
 
-def _check_tensor(weight: torch.Tensor, tensor: object, call: str) -> None:
+def _check_tensors(weights: Sequence[torch.Tensor], tensors: Sequence[object], call: str) -> None:
     """What every full weight and every buffer is: a plain contiguous tensor `[rows, *shard.shape[1:]]`."""
-    if isinstance(tensor, torch.Tensor) and not getattr(tensor, "is_distributed_weight", False):
-        with _plain():
-            shape, shard_shape = tensor.shape, weight.shape
-            if shape[1:] == shard_shape[1:] and len(shape) == len(shard_shape) and tensor.is_contiguous():
-                return
-    raise ProtocolError(f"{call} of {describe_weight(weight)} {_what_is_wrong(weight, tensor)}")
+    for weight, tensor in zip(weights, tensors, strict=True):
+        if isinstance(tensor, torch.Tensor) and not getattr(tensor, "is_distributed_weight", False):
+            with _plain():
+                shape, shard_shape = tensor.shape, weight.shape
+                if shape[1:] == shard_shape[1:] and len(shape) == len(shard_shape) and tensor.is_contiguous():
+                    continue
+        raise ProtocolError(f"{call} of {describe_weight(weight)} {_what_is_wrong(weight, tensor)}")
 
 
 def _what_is_wrong(weight: torch.Tensor, tensor: object) -> str:

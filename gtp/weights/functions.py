@@ -81,7 +81,7 @@ def _get(func: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _set(func: Any, name: str, args: tuple[Any, ...]) -> Any:
-    weight = cast("GTPWeight", args[0])
+    weight: GTPWeight = args[0]
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
     if attribute == "grad" and name == "__set__" and args[1] is not None:
         return weight.set_grad(args[1])
