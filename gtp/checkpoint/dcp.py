@@ -216,7 +216,7 @@ def _finish_prefetches(model: nn.Module) -> None:
     """DCP writes into the shards themselves."""
     for parameter in model.parameters():
         if isinstance(parameter, GTPWeight):
-            parameter.runtime.before_write(parameter.handle.group)
+            parameter.runtime.before_write()
 
 
 def _has_tensors(value: Any) -> bool:

@@ -108,7 +108,7 @@ class MegatronGTPWeight(GTPWeight):
     def set_grad(self, grad: torch.Tensor) -> None:
         """`weight.grad = grad`, as it is."""
         with _plain():
-            self.grad = grad
+            torch.Tensor.grad.__set__(self, grad)  # type: ignore[union-attr]
 
     def wrap_grad(self, grad: torch.Tensor) -> torch.Tensor:
         """`weight.grad`, as it is."""

@@ -39,7 +39,8 @@ class GradientMark:
             grad = parameter.grad
             assert grad is not None
             if type(grad) is torch.Tensor:
-                grad = parameter.grad = grad.detach().as_subclass(MarkedGradient)
+                grad = grad.detach().as_subclass(MarkedGradient)
+                torch.Tensor.grad.__set__(parameter, grad)  # type: ignore[union-attr]  # as it is, whatever it is of
             grad.gradient_mark = self  # type: ignore[attr-defined]
 
     def zeroed(self) -> None:

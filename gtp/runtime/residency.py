@@ -110,8 +110,8 @@ class Gatherer:
             self._pool.let_go(copy.buffer)
         return full
 
-    def before_write(self, group: WeightGroup) -> None:
-        """A shard of `group` is about to be written in place: no gather may be reading it, on any rank.
+    def before_write(self) -> None:
+        """A shard is about to be written in place: no gather may be reading it, on any rank.
 
         In the middle of a line, the transport's is interrupted until the next gather; copies of other shards stay.
         """

@@ -154,10 +154,10 @@ class GTPRuntime:
             with torch.inference_mode(False), torch.no_grad():
                 self._gatherer.close_line()
 
-    def before_write(self, group: WeightGroup) -> None:
-        """A shard of `group` is about to be written in place."""
+    def before_write(self) -> None:
+        """Shards are about to be written in place."""
         if self._started:
-            self._gatherer.before_write(group)
+            self._gatherer.before_write()
 
     # -- the contract's side -------------------------------------------------------------------------------------
 

@@ -47,5 +47,5 @@ def full_weights(model: nn.Module, *, write: bool = False) -> Iterator[dict[str,
                 f"{name}: full_weights needs the logical shape {weight.layout.logical_shape}, got {shape}"
             )
         with torch.no_grad():
-            weight.runtime.before_write(weight.handle.group)
+            weight.runtime.before_write()
             weight.plain_shard()[weight.layout.valid_slice].copy_(tensor[weight.layout.shard_slice])

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from gtp.errors import GTPStateError, UnsupportedError
 from gtp.ops import embedding, linear
-from gtp.weights.rules import apply, call_plain, needs_full, plain_access, tensors_in
+from gtp.weights.rules import METADATA, apply, call_plain, needs_full, plain_access, tensors_in
 from gtp.weights.shard_tensor import is_whole
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ def dispatch(kind: type, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     if func is torch.autograd.backward:  # its `inputs` may be weights
         return call_plain(func, args, kwargs)
     name: str = getattr(func, "__name__", str(func))
+    if name in METADATA:
+        return call_plain(func, args, kwargs)
     if name == "__get__":
         return _get(func, args)
     if name in ("__set__", "__delete__"):
@@ -73,18 +75,15 @@ def _get(func: Any, args: tuple[Any, ...]) -> Any:
         raise needs_full(func, f"Tensor.{attribute}", args[0])
     if attribute == "data":
         return args[0].writable_shard()
-    value = call_plain(func, args, {})
-    if attribute == "grad" and type(value) is torch.Tensor and not is_whole(args[0].handle.layout):
-        # put there by autograd (a graphed layer returns its gradients to it)
-        return cast("GTPWeight", args[0]).wrap_grad(value)
-    return value
+    return args[0].grad if attribute == "grad" else call_plain(func, args, {})
 
 
 def _set(func: Any, name: str, args: tuple[Any, ...]) -> Any:
     weight: GTPWeight = args[0]
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-    if attribute == "grad" and name == "__set__" and args[1] is not None:
-        return weight.set_grad(args[1])
+    if attribute == "grad":
+        weight.grad = args[1] if name == "__set__" else None
+        return None
     if attribute == "data" and name == "__set__":
         return weight.set_data(args[1])
     return call_plain(func, args, {})

@@ -21,9 +21,13 @@ from gtp.weights.full_tensor import differentiable_full_tensor
 from gtp.weights.functions import dispatch, not_the_leader
 from gtp.weights.layout import ShardLayout
 from gtp.weights.rows import ShardRows
-from gtp.weights.shard_tensor import LocalShard, ShardOrigin
+from gtp.weights.shard_tensor import LocalShard, ShardOrigin, past_torch_function
 
 _plain = torch._C.DisableTorchFunctionSubclass
+
+# The attribute of torch itself, for within `_plain()`.
+_get_grad: Callable[[torch.Tensor], torch.Tensor | None] = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+_set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -78,10 +82,11 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
         parameter.__class__ = cls
         weight: GTPWeight = parameter  # type: ignore[assignment]
         weight.handle = handle
+        weight.origin = handle.origin
         if handle.grad_dtype is not None:
             with _plain():
                 weight.grad_dtype = handle.grad_dtype
-        handle.member.owner = weakref.ref(weight)
+        handle.member.owner = weight.memory_of = weakref.ref(weight)
         weight._look_at_storage()
         return weight
 
@@ -143,11 +148,6 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
         return gather_now(self.plain_shard(), self.group)[: self.handle.layout.rows].clone()
 
     # -- what leaves the weight ----------------------------------------------------------------------------------
-
-    @property
-    def origin(self) -> ShardOrigin:
-        """Which rows of which weight the shard is, for tensors that outlive the weight."""
-        return self.handle.origin
 
     def checkpoint_part(self) -> tuple[torch.Tensor, ShardLayout]:
         """The shard and its layout, for `torch.distributed.checkpoint`."""
@@ -247,10 +247,10 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
         with _plain():
             grad = self.grad
             if grad is None:
-                self.grad = self.new_state(target)
+                _set_grad(self, self.new_state(target))
             elif grad.data_ptr() != target.data_ptr():
                 # in a group of one, autograd has accumulated the weight's other uses in the meantime
-                self.grad = plain_gradient(grad.add_(target))
+                _set_grad(self, plain_gradient(grad.add_(target)))
 
     def mark_held(self) -> GradientMark | None:
         """`.grad` as it is beside a gradient that is held unreduced; zeros if there is none."""
@@ -258,7 +258,7 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
             return None
         with _plain():
             if self.grad is None:
-                self.grad = self.local_state(self.new_gradient().zero_())
+                _set_grad(self, self.new_state(self.new_gradient().zero_()))
             return GradientMark.on(self)
 
     def was_zeroed_since(self, mark: GradientMark) -> bool:
@@ -289,19 +289,39 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
             "reduced outside autograd. Use register_post_accumulate_grad_hook, which may change weight.grad in place"
         )
 
+    @property
+    def grad(self) -> torch.Tensor | None:  # optimizers ask for it three times per weight
+        """This rank's rows of the reduced gradient, `ShardRows`; None where there is none."""
+        grad: torch.Tensor | None = past_torch_function(_get_grad, (), (self,))
+        if type(grad) is torch.Tensor and not self.origin.is_whole:
+            return self.wrap_grad(grad)  # put there by autograd (a graphed layer returns its gradients to it)
+        return grad
+
+    @grad.setter
+    def grad(self, grad: torch.Tensor | None) -> None:
+        if grad is None:
+            past_torch_function(_set_grad, (), (self, None))
+        else:
+            self.set_grad(grad)
+
+    @grad.deleter
+    def grad(self) -> None:
+        past_torch_function(_set_grad, (), (self, None))
+
     def wrap_grad(self, grad: torch.Tensor) -> torch.Tensor:
         """`.grad` as autograd left it, made `ShardRows` that stay."""
         with _plain():
-            self.grad = wrapped = ShardRows.of(grad, self.origin)
+            wrapped = ShardRows.of(grad, self.origin)
+            _set_grad(self, wrapped)
         return wrapped
 
     def set_grad(self, grad: torch.Tensor) -> None:
         """`weight.grad = grad`: a local tensor of the shard's shape; padding rows are cleared."""
         with _plain():
             plain = grad.detach().as_subclass(torch.Tensor)
-            if tuple(grad.shape) == self.handle.layout.shard_shape and self._has_padding():
+            if grad.shape == self.origin.shape and self.origin.has_padding:
                 plain[self.handle.layout.valid_rows :].zero_()
-            self.grad = self.local_state(plain)
+            _set_grad(self, self.local_state(plain))
             mark = mark_of(grad)
             if mark is not None:  # `weight.grad = weight.grad` replaces nothing
                 mark.put_on(self)
@@ -330,21 +350,13 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
 
     def before_write(self) -> None:
         """Somebody is about to write the shard: see [Note: no stale reads]."""
-        self.handle.runtime.before_write(self.handle.group)
-
-    def after_write(self) -> None:
-        """Somebody wrote the shard."""
-        self.clear_padding()
+        self.handle.runtime.before_write()
 
     def clear_padding(self) -> None:
         """Zeroes the rows of the shard that no logical row maps to, after somebody wrote the shard."""
-        if self._has_padding():
+        if self.origin.has_padding:
             with _plain(), torch.no_grad():
                 self.detach()[self.handle.layout.valid_rows :].zero_()
-
-    def _has_padding(self) -> bool:
-        layout = self.handle.layout
-        return layout.valid_rows != layout.shard_rows
 
     def _look_at_storage(self) -> None:
         member = self.handle.member

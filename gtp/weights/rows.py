@@ -34,9 +34,6 @@ class ShardRows(LocalShard, torch.Tensor):
     `gtp.checkpoint` saves and loads with all of them.
     """
 
-    _origin: ShardOrigin
-    _weight: Callable[[], Any] | None = None  # a weak reference to the weight whose memory this is
-
     @staticmethod
     def of(tensor: torch.Tensor, origin: ShardOrigin, weight: Callable[[], Any] | None = None) -> torch.Tensor:
         """`tensor` `[shard_rows, *trailing]` marked as rows, over the same storage; itself where a shard is all.
@@ -50,9 +47,9 @@ class ShardRows(LocalShard, torch.Tensor):
             return tensor
         with plain_access():
             rows = (tensor if tensor.requires_grad else tensor.detach()).as_subclass(ShardRows)
-        rows._origin = origin
+        rows.origin = origin
         if weight is not None:
-            rows._weight = weight
+            rows.memory_of = weight
         return rows
 
     @staticmethod
@@ -61,16 +58,12 @@ class ShardRows(LocalShard, torch.Tensor):
         if origin.is_whole:
             return fresh
         fresh.__class__ = ShardRows
-        fresh._origin = origin  # type: ignore[attr-defined]
+        fresh.origin = origin  # type: ignore[attr-defined]
         return fresh
 
     @property
-    def origin(self) -> ShardOrigin:
-        return self._origin
-
-    @property
     def label(self) -> str:
-        return f"this rank's rows of sharded weight {self._origin.name!r}, or of its gradient"
+        return f"this rank's rows of sharded weight {self.origin.name!r}, or of its gradient"
 
     @property
     def shard(self) -> torch.Tensor:
@@ -80,30 +73,20 @@ class ShardRows(LocalShard, torch.Tensor):
 
     def local_state(self, tensor: torch.Tensor) -> torch.Tensor:
         with plain_access():
-            if tensor.shape != self._origin.shape:
+            if tensor.shape != self.origin.shape:
                 return tensor
-            is_alias = self._weight is not None and tensor.data_ptr() == self.data_ptr()
-        rows = ShardRows.of(tensor, self._origin, self._weight if is_alias else None)
+            is_alias = self.memory_of is not None and tensor.data_ptr() == self.data_ptr()
+        rows = ShardRows.of(tensor, self.origin, self.memory_of if is_alias else None)
         mark = mark_of(self)
         if mark is not None and tensor.data_ptr() == self.data_ptr():  # zeroing the alias zeroes the gradient
             rows.gradient_mark = mark  # type: ignore[attr-defined]
         return rows
 
     def new_state(self, fresh: torch.Tensor) -> torch.Tensor:
-        return ShardRows.out_of(fresh, self._origin)
-
-    def before_write(self) -> None:
-        weight = None if self._weight is None else self._weight()
-        if weight is not None:
-            weight.before_write()
-
-    def after_write(self) -> None:
-        weight = None if self._weight is None else self._weight()
-        if weight is not None:
-            weight.after_write()
+        return ShardRows.out_of(fresh, self.origin)
 
     def checkpoint_part(self) -> tuple[torch.Tensor, ShardLayout]:
-        return self.shard, self._origin.layout
+        return self.shard, self.origin.layout
 
     @classmethod
     def __torch_function__(
@@ -121,7 +104,7 @@ class ShardRows(LocalShard, torch.Tensor):
     @property
     def global_shape(self) -> tuple[int, ...]:
         """The logical shape."""
-        return self._origin.layout.logical_shape
+        return self.origin.layout.logical_shape
 
     @property
     def global_offsets(self) -> tuple[tuple[int, ...], ...]:
@@ -139,16 +122,16 @@ class ShardRows(LocalShard, torch.Tensor):
         return tuple((0,) * len(chunk.sizes) for chunk in self.__create_chunk_list__())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        copied = memo[id(self)] = ShardRows.of(self.shard.clone(), self._origin)
+        copied = memo[id(self)] = ShardRows.of(self.shard.clone(), self.origin)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise no_pickle(self._origin)
+        raise no_pickle(self.origin)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        layout = self._origin.layout
+        layout = self.origin.layout
         start, stop = layout.row_range()
-        return f"ShardRows({self._origin.name!r}, rows {start}:{stop} of {layout.logical_shape}, {self.shard!r})"
+        return f"ShardRows({self.origin.name!r}, rows {start}:{stop} of {layout.logical_shape}, {self.shard!r})"
 
 
 def _get(func: Any, args: tuple[Any, ...]) -> Any:

@@ -8,7 +8,8 @@ without a word. So the lists here allow; nothing is listed to be refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -92,7 +93,10 @@ def apply(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
     """
     if name in METADATA:
         return call_plain(func, args, kwargs)
-    shards = [t for t in tensors_in((*args, *kwargs.values())) if isinstance(t, LocalShard)]
+    if name.startswith("_foreach_") or name in _FUSED or name == _UNSCALE:
+        return _on_lists(func, name, args, kwargs)
+    tensors = list(tensors_in((*args, *kwargs.values())))
+    shards = [t for t in tensors if isinstance(t, LocalShard)]
     shard = next((s for s in shards if not s.origin.is_whole), None)
     if shard is None:
         return _written(name, args, kwargs, shards, func)
@@ -100,10 +104,6 @@ def apply(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
         return shard.local_state(call_plain(func, args, kwargs))
     if func in _NORMS and not shard.is_weight:
         return vector_norm(func, args, kwargs)
-    if func is torch._foreach_norm and not any(s.is_weight for s in shards):
-        return foreach_norm(*args, **kwargs)
-    if name.startswith("_foreach_") or name in _FUSED or name == _UNSCALE:
-        return _on_lists(func, name, args, kwargs, shards)
     if name == "__setitem__" and _is_mask(args[1], shard):  # `rows[rows > 0] = 1`
         return _written(name, args, kwargs, shards, func)
     base = name.rstrip("_") if not name.endswith("__") else name
@@ -116,7 +116,7 @@ def apply(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
         if view.shape != shard.origin.shape:
             raise needs_full(func, name, shard)
         return shard.local_state(view)
-    _require_shape(name, shard, [*args, *kwargs.values()])
+    _require_shape(name, shard, tensors)
     result = _written(name, args, kwargs, shards, func)
     return result if name == "as_subclass" or _writes(name, kwargs) else _remember(result, shard)
 
@@ -141,45 +141,84 @@ def _writes(name: str, kwargs: dict[str, Any]) -> bool:
     return in_place or name == "__setitem__" or name.startswith("__i") or kwargs.get("out") is not None
 
 
-def _written_to(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], shards: Sequence[LocalShard]
-) -> Sequence[LocalShard]:
+def _written_to(args: tuple[Any, ...], kwargs: dict[str, Any], shards: Sequence[LocalShard]) -> Sequence[LocalShard]:
     """Of the shards among the arguments, those that the call writes: the others are only looked at."""
     out = kwargs.get("out")
-    if name in _FUSED or (out is None and not args):
+    if out is None and not args:
         return shards
     return [t for t in tensors_in([args[0] if out is None else out]) if isinstance(t, LocalShard)]
 
 
-def _on_lists(
-    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], shards: Sequence[LocalShard]
-) -> Any:
-    """Functions of several lists of tensors, whose i-th entries belong together: multi-tensor and fused optimizers."""
-    base = name.removeprefix("_foreach_").rstrip("_")
-    if name.startswith("_foreach_") and base not in ELEMENTWISE:
-        raise needs_full(func, name, shards[0])
-    columns = [v for v in (*args, *kwargs.values()) if isinstance(v, (list, tuple)) and _holds_tensors(v)]
-    for row in zip(*columns, strict=False):
-        shard = next((t for t in row if isinstance(t, LocalShard)), None)
-        if shard is not None:
-            _require_shape(name, shard, row)
-    result = _written(name, args, kwargs, shards, func)
+def _on_lists(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Functions of several lists of tensors, whose i-th entries belong together: multi-tensor and fused optimizers.
+
+    What is said of a list is said of it as a whole where that is possible: these calls are what an optimizer costs.
+    """
+    columns: list[Any] = [v for v in (*args, *kwargs.values()) if isinstance(v, (list, tuple)) and _holds_tensors(v)]
+    shards = [_shards_of(column) for column in columns]
+    every = list(chain.from_iterable(shards))
+    shard = next((s for s in every if not s.origin.is_whole), None)
+    written: Iterable[LocalShard] = ()
+    if name.endswith("_"):
+        written = every if name in _FUSED or not args else chain.from_iterable(shards[:1])
+    if shard is None:
+        return _call_writing(func, name, args, kwargs, written)
+    if func is torch._foreach_norm and not any(s.is_weight for s in every):
+        return foreach_norm(*args, **kwargs)
+    if name.startswith("_foreach_") and name.removeprefix("_foreach_").rstrip("_") not in ELEMENTWISE:
+        raise needs_full(func, name, shard)
+    leaders = _leaders(columns, shards)
+    _require_rows(name, leaders, columns, shards)
+    result = _call_writing(func, name, args, kwargs, written)
     if name == _UNSCALE:
         _agree_on_infinity(args[0], args[1])
     if name.endswith("_") or not isinstance(result, (list, tuple)):
         return result
-    owners = [next((t for t in row if isinstance(t, LocalShard)), None) for row in zip(*columns, strict=False)]
-    return [_remember(value, shard) for value, shard in zip(result, owners, strict=True)]
+    return [v if s is None or s.origin.is_whole else s.new_state(v) for v, s in zip(result, leaders, strict=True)]
 
 
 def _holds_tensors(values: Sequence[Any]) -> bool:
     return bool(values) and isinstance(values[0], torch.Tensor)
 
 
-def _require_shape(name: str, shard: LocalShard, values: Sequence[Any]) -> None:
+def _shards_of(column: Sequence[Any]) -> Sequence[LocalShard]:
+    """The shards in a list; the list itself where it holds nothing else."""
+    kinds = set(map(type, column))
+    shards = [kind for kind in kinds if issubclass(kind, LocalShard)]
+    if len(shards) == len(kinds):
+        return column
+    return [t for t in column if isinstance(t, LocalShard)] if shards else []
+
+
+def _leaders(columns: Sequence[Sequence[Any]], shards: Sequence[Sequence[LocalShard]]) -> Sequence[LocalShard | None]:
+    """The first shard of each row."""
+    if shards[0] is columns[0]:
+        return shards[0]
+    return [next((t for t in row if isinstance(t, LocalShard)), None) for row in zip(*columns, strict=False)]
+
+
+def _require_rows(
+    name: str,
+    leaders: Sequence[LocalShard | None],
+    columns: Sequence[Sequence[Any]],
+    shards: Sequence[Sequence[LocalShard]],
+) -> None:
+    """As `_require_shape`, of each row."""
+    origins = [None if leader is None else leader.origin for leader in leaders]
+    for column, found in zip(columns, shards, strict=True):
+        if found is column and [s.origin for s in found] == origins:
+            continue
+        with plain_access():
+            shapes = [tensor.shape for tensor in column]
+        for leader, shape, tensor in zip(leaders, shapes, column, strict=False):
+            if leader is not None and shape and shape != leader.origin.shape:
+                _require_shape(name, leader, [tensor])
+
+
+def _require_shape(name: str, shard: LocalShard, tensors: Sequence[torch.Tensor]) -> None:
     wanted = shard.origin.shape
     with plain_access():
-        shapes = [tensor.shape for tensor in tensors_in(values)]
+        shapes = [tensor.shape for tensor in tensors]
     for shape in shapes:
         if shape == wanted or not shape or _broadcasts(shape, wanted):
             continue
@@ -208,15 +247,22 @@ def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 def _written(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], shards: Sequence[LocalShard], func: Callable[..., Any]
 ) -> Any:
-    """Calls `func`; the shards that it writes know before and after."""
-    if not _writes(name, kwargs):
-        return call_plain(func, args, kwargs)
-    written = _written_to(name, args, kwargs, shards)
-    for shard in written:
-        shard.before_write()
+    """Calls `func`; the weights whose memory it writes know before and after."""
+    written = _written_to(args, kwargs, shards) if _writes(name, kwargs) else ()
+    return _call_writing(func, name, args, kwargs, written)
+
+
+def _call_writing(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], written: Iterable[LocalShard]
+) -> Any:
+    owners = [shard.memory_of() for shard in written if shard.memory_of is not None]
+    weights = [weight for weight in owners if weight is not None]
+    for runtime in dict.fromkeys([weight.handle.runtime for weight in weights]):
+        runtime.before_write()
     result = call_plain(func, args, kwargs)
-    for shard in written:
-        shard.after_write()
+    for weight in weights:
+        if weight.origin.has_padding:
+            weight.clear_padding()
     note_zeroing(name, args, kwargs)
     return result
 

@@ -11,6 +11,7 @@ chunk, so DCP writes it once.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class ShardOrigin:
         process_group: The ranks that hold the other rows.
         is_whole: Whether the shard is the weight.
         shape: Of the shard.
+        has_padding: Whether some of its last rows are no rows of the weight.
     """
 
     name: str
@@ -43,11 +45,13 @@ class ShardOrigin:
     process_group: dist.ProcessGroup
     is_whole: bool = dataclasses.field(init=False)
     shape: tuple[int, ...] = dataclasses.field(init=False)
+    has_padding: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         # asked at every arithmetic of every optimizer
         object.__setattr__(self, "is_whole", is_whole(self.layout))
         object.__setattr__(self, "shape", self.layout.shard_shape)
+        object.__setattr__(self, "has_padding", self.layout.valid_rows != self.layout.shard_rows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardOrigin:
         return self  # a process group cannot be copied, and a copied tensor is still these rows
@@ -107,18 +111,29 @@ class CheckpointableShard:
         return shard[layout.valid_slice]
 
 
+# Calls a C function on subclasses of Tensor as if they were plain, in a fifth of what `__torch_function__` takes.
+past_torch_function: Callable[..., Any] = torch._C._disabled_torch_function_impl
+
+_get_is_sparse = torch.Tensor.is_sparse.__get__  # type: ignore[attr-defined]
+
+
 class LocalShard(CheckpointableShard):
     """Mixin: a tensor of a shard's shape, which holds this rank's rows. What torch functions may do to it is in
-    `gtp.weights.rules`."""
+    `gtp.weights.rules`.
+
+    Attributes:
+        origin: Which rows of which weight they are.
+        memory_of: A weak reference to the weight whose memory this is; None where it is memory of its own.
+    """
 
     __slots__ = ()
 
     is_weight = False
+    origin: ShardOrigin
+    memory_of: Callable[[], Any] | None = None
 
-    @property
-    def origin(self) -> ShardOrigin:
-        """Which rows of which weight they are."""
-        raise NotImplementedError
+    # optimizers ask for every weight
+    is_sparse: Any = property(lambda self: past_torch_function(_get_is_sparse, (), (self,)))
 
     @property
     def label(self) -> str:
@@ -145,12 +160,6 @@ class LocalShard(CheckpointableShard):
     def full_tensor(self) -> torch.Tensor:
         """All ranks' rows `[rows, *trailing]`, a fresh plain tensor. Collective over the weight's GTP group."""
         return gather_now(self.shard, self.origin.process_group)[: self.origin.layout.rows].clone()
-
-    def before_write(self) -> None:
-        """A torch function is about to write it."""
-
-    def after_write(self) -> None:
-        """It was written."""
 
 
 class ShardTensor(CheckpointableShard, torch.Tensor):
