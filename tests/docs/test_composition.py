@@ -22,6 +22,7 @@ from tests.megatron.test_parity import (
     ROWS,
     Cell,
     Column,
+    References,
     Row,
     measured,
     norm_bound,
@@ -160,11 +161,11 @@ def test_every_collective_gemm_cell_names_a_test_of_its_backend():
 
 def measure_all() -> Values:
     """Runs every cell. Minutes."""
-    pools, values = RankPools(), {}
+    pools, references, values = RankPools(), References(), {}
     start = time.monotonic()
     try:
         for key, cell in sorted((CELLS | EXPERT_CELLS).items(), key=lambda item: item[1].ranks):
-            loss, norm = measured(pools(cell.ranks).run, cell)
+            loss, norm = measured(pools(cell.ranks).run, cell, references)
             values[key] = (_number(loss), _number(norm))
             print(f"{time.monotonic() - start:5.0f} s  {key}: {values[key]}", flush=True)
     finally:

@@ -284,5 +284,5 @@ def delta_net() -> list[tuple[str, bool]]:
 
 
 def test_a_gated_delta_nets_in_proj_is_saved_in_its_parts(ranks: Any):
-    for found in ranks(2).run(delta_net):
+    for found in ranks(4).run(delta_net):  # two replicas of two shards, on the pool of the tests above
         assert found == [("q", True), ("k", True), ("v", True), ("z", True), ("b", True)]
