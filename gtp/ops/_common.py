@@ -12,11 +12,13 @@ when it is changed between forward and backward, is done by `ShardVersions`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 
 from gtp.errors import GTPStateError, GTPValueError, ProtocolError, UnsupportedError
@@ -30,10 +32,22 @@ from gtp.protocol import (
 # Metadata of a shard is read past its __torch_function__: it costs less, and it is the plain tensor's in any case.
 plain_access = torch._C.DisableTorchFunctionSubclass
 
-_Callable = TypeVar("_Callable", bound=Callable[..., Any])
-# Gathers and reductions cannot be traced: torch.compile breaks its graph there. torch's own form of `compiler.disable`,
-# which loads Dynamo at the first call and not, for everybody, at import.
-outside_graphs = cast("Callable[[_Callable], _Callable]", _disable_dynamo)
+
+def outside_graphs[F: Callable[..., Any]](function: F) -> F:
+    """Gathers and reductions cannot be traced: torch.compile breaks its graph where `function` is called.
+
+    Outside of everything compiled it is called as it is. Else by torch's own form of `torch.compiler.disable`, which
+    loads Dynamo at the first call and not, for everybody, at import.
+    """
+    disabled = _disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() is not None:
+            return disabled(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return cast("F", call)
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., torch.Tensor]:
@@ -83,6 +97,8 @@ def refuse_distributed(op: str, **tensors: torch.Tensor | None) -> None:
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     """The dtype that autocast wants matrix products of `x` in, `None` where autocast is off."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 

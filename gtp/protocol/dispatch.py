@@ -52,7 +52,7 @@ def materialize_weight_for_forward(weights: Sequence[torch.Tensor]) -> list[torc
     leader: Any = weights[0]
     if not is_distributed_weight(leader):
         return list(weights)
-    return _check_full(weights, leader.materialize_group_for_forward(), "materialize_group_for_forward")
+    return _full_tensors(weights, leader.materialize_group_for_forward(), "materialize_group_for_forward")
 
 
 def materialize_weight_for_backward(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -60,7 +60,7 @@ def materialize_weight_for_backward(weights: Sequence[torch.Tensor]) -> list[tor
     leader: Any = weights[0]
     if not is_distributed_weight(leader):
         return list(weights)
-    return _check_full(weights, leader.materialize_group_for_backward(), "materialize_group_for_backward")
+    return _full_tensors(weights, leader.materialize_group_for_backward(), "materialize_group_for_backward")
 
 
 def weight_grad_buffers(weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
@@ -74,9 +74,7 @@ def weight_grad_buffers(weights: Sequence[torch.Tensor]) -> list[torch.Tensor] |
     if not is_distributed_weight(weights[0]):
         return None
     group: Sequence[Any] = weights
-    buffers = [weight.grad_buffer() for weight in group]
-    _check_tensors(weights, buffers, "grad_buffer")
-    return buffers
+    return _full_tensors(weights, [weight.grad_buffer() for weight in group], "grad_buffer")
 
 
 def finalize_weight_grads(weights: Sequence[torch.Tensor], wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -100,7 +98,8 @@ def finalize_weight_grads(weights: Sequence[torch.Tensor], wgrads: Sequence[torc
             f"finalize_weight_grads got {len(wgrads)} wgrads for {len(weights)} weights led by "
             f"{describe_weight(leader)}"
         )
-    grads = _as_list(leader.finalize_group_grads(wgrads[0] if len(wgrads) == 1 else list(wgrads)))
+    answer = leader.finalize_group_grads(wgrads[0] if len(wgrads) == 1 else list(wgrads))
+    grads = list(answer) if isinstance(answer, (list, tuple)) else [answer]
     if len(grads) != len(weights):
         raise _wrong_count(weights, grads, "finalize_group_grads", "one outcome per weight")
     for index, grad in enumerate(grads):
@@ -130,33 +129,25 @@ def outcome_of(weight: torch.Tensor, grad: torch.Tensor | None) -> Outcome:
     return Outcome.READY
 
 
-def _as_list(answer: Any) -> list[Any]:
-    return list(answer) if isinstance(answer, (list, tuple)) else [answer]
-
-
 def _wrong_count(weights: Sequence[torch.Tensor], answer: list[Any], call: str, promised: str) -> ProtocolError:
     return ProtocolError(
         f"{call} of {describe_weight(weights[0])} promised {promised} ({len(weights)}), got {len(answer)}"
     )
 
 
-def _check_full(weights: Sequence[torch.Tensor], answer: Any, call: str) -> list[torch.Tensor]:
-    full = _as_list(answer)
-    if len(full) != len(weights):
-        raise _wrong_count(weights, full, call, "one full weight per weight")
-    _check_tensors(weights, full, call)
-    return full
-
-
-def _check_tensors(weights: Sequence[torch.Tensor], tensors: Sequence[object], call: str) -> None:
-    """What every full weight and every buffer is: a plain contiguous tensor `[rows, *shard.shape[1:]]`."""
-    for weight, tensor in zip(weights, tensors, strict=True):
-        if isinstance(tensor, torch.Tensor) and not getattr(tensor, "is_distributed_weight", False):
-            with _plain():
+def _full_tensors(weights: Sequence[torch.Tensor], answer: Any, call: str) -> list[torch.Tensor]:
+    """The answer as a list, checked: for each weight one plain contiguous tensor `[rows, *shard.shape[1:]]`."""
+    tensors = list(answer) if isinstance(answer, (list, tuple)) else [answer]
+    if len(tensors) != len(weights):
+        raise _wrong_count(weights, tensors, call, "one full weight per weight")
+    with _plain():
+        for weight, tensor in zip(weights, tensors, strict=True):
+            if isinstance(tensor, torch.Tensor) and not getattr(tensor, "is_distributed_weight", False):
                 shape, shard_shape = tensor.shape, weight.shape
                 if shape[1:] == shard_shape[1:] and len(shape) == len(shard_shape) and tensor.is_contiguous():
                     continue
-        raise ProtocolError(f"{call} of {describe_weight(weight)} {_what_is_wrong(weight, tensor)}")
+            raise ProtocolError(f"{call} of {describe_weight(weight)} {_what_is_wrong(weight, tensor)}")
+    return tensors
 
 
 def _what_is_wrong(weight: torch.Tensor, tensor: object) -> str:

@@ -60,11 +60,6 @@ class Buffer:
         return _use_count(self._address) > self._rest + dying
 
 
-def first_rows(tensor: torch.Tensor, rows: int, padded_rows: int) -> torch.Tensor:
-    """The first `rows` of the `padded_rows` of `tensor`: a fresh tensor object over the same memory."""
-    return tensor.detach() if rows == padded_rows else tensor[:rows]
-
-
 def nbytes_of(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> int:
     """Bytes of one buffer that holds tensors of these shapes, alignment included."""
     return sum(_aligned(_nbytes(shape, dtype)) for shape in shapes)
@@ -152,11 +147,10 @@ class BufferPool:
 
     def await_events(self, buffer: Buffer) -> None:
         """The current stream writes the buffer next: it waits for the last readers."""
-        if buffer.events:
-            stream = self._current_stream()
-            for event in buffer.events:
-                event.wait(stream)
-            self.recycle_events(buffer)
+        stream = self._current_stream()
+        for event in buffer.events:
+            event.wait(stream)
+        self.recycle_events(buffer)
 
     def recycle_events(self, buffer: Buffer) -> None:
         """After the next writer was made to wait: the events may be recorded anew."""

@@ -12,7 +12,7 @@ import torch
 
 from gtp.config import GTPConfig
 from gtp.errors import GTPStateError
-from gtp.runtime.buffers import Buffer, BufferPool, first_rows, nbytes_of
+from gtp.runtime.buffers import Buffer, BufferPool, nbytes_of
 from gtp.runtime.group import Member, ShardOwner, WeightGroup
 from gtp.runtime.held import GradientMark
 from gtp.runtime.transport import Transport
@@ -27,8 +27,9 @@ class _Room(NamedTuple):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Wgrad:
-    """A full wgrad in padded, pooled memory: what the wire reads."""
+    """A full wgrad of a member in padded, pooled memory: what the wire reads."""
 
+    member: Member
     buffer: Buffer
     padded: torch.Tensor
 
@@ -71,18 +72,14 @@ class Reducer:
         """Memory for the wgrad of one member, `[rows, *trailing]`, contents undefined."""
         member = group.members[position]
         wgrad = self._lease(group, member, self._reduce_dtype or group.compute_dtype)
-        full = first_rows(wgrad.padded, member.rows, member.shard_rows * group.size)
+        padded = wgrad.padded
+        full = padded.detach() if member.rows == member.shard_rows * group.size else padded[: member.rows]
         self._lent[full.data_ptr()] = wgrad
         return full
 
     def finalize(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> None:
         """Takes the full wgrads of a group: those of `grad_buffer` are kept, and copies of others."""
-        for member, wgrad in zip(group.members, wgrads, strict=True):
-            if wgrad.shape != member.logical_shape:
-                raise GTPStateError(
-                    f"{member.name}: finalize got a wgrad of shape {tuple(wgrad.shape)}, expected the logical shape "
-                    f"{member.logical_shape}"
-                )
+        _require_logical_shapes(group, wgrads)
         padded = [self._take(group, member, wgrad) for member, wgrad in zip(group.members, wgrads, strict=True)]
         if self.accumulate_only:
             for member, contribution in zip(group.members, padded, strict=True):
@@ -94,6 +91,7 @@ class Reducer:
 
     def reduce_now(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The reduced gradients of the shards in fresh tensors, complete in the order of the current stream."""
+        _require_logical_shapes(group, wgrads)
         padded = [self._take(group, member, wgrad) for member, wgrad in zip(group.members, wgrads, strict=True)]
         padded = self._alike(group, padded)
         into = [self._owner(member).new_gradient() for member in group.members]
@@ -168,19 +166,16 @@ class Reducer:
             shapes = [member.padded_shape(group.size)]
             room = self._rooms[member, dtype] = _Room(shapes, nbytes_of(shapes, dtype))
         buffer = self._pool.lease(room.nbytes)
-        self._pool.await_events(buffer)
+        if buffer.events:
+            self._pool.await_events(buffer)
         (padded,) = buffer.views((room.shapes[0], dtype), room.shapes, dtype)
         if room.shapes[0] != member.logical_shape:
             padded[member.rows :].zero_()
-        return _Wgrad(buffer, padded)
+        return _Wgrad(member, buffer, padded)
 
     def _take(self, group: WeightGroup, member: Member, wgrad: torch.Tensor) -> _Wgrad:
         lent = self._lent.pop(wgrad.data_ptr(), None)
-        if (
-            lent is not None
-            and _is_first_rows(wgrad, lent.padded)
-            and lent.padded.shape[0] == member.shard_rows * group.size
-        ):
+        if lent is not None and lent.member is member and _is_laid_out_as(wgrad, lent.padded):
             return lent
         own = self._lease(group, member, self._reduce_dtype or wgrad.dtype)
         own.padded[: member.rows].copy_(wgrad)
@@ -299,6 +294,16 @@ def _ranks_of(group: WeightGroup) -> int:
     return group.size * (1 if group.replicate_group is None else group.replicate_group.size())
 
 
-def _is_first_rows(wgrad: torch.Tensor, padded: torch.Tensor) -> bool:
-    """Whether `wgrad`, which begins where `padded` does, is its first rows and not another view of that memory."""
-    return wgrad.dtype == padded.dtype and wgrad.shape[1:] == padded.shape[1:] and wgrad.stride() == padded.stride()
+def _require_logical_shapes(group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> None:
+    for member, wgrad in zip(group.members, wgrads, strict=True):
+        if wgrad.shape != member.logical_shape:
+            raise GTPStateError(
+                f"{member.name}: finalize got a wgrad of shape {tuple(wgrad.shape)}, expected the logical shape "
+                f"{member.logical_shape}"
+            )
+
+
+def _is_laid_out_as(wgrad: torch.Tensor, padded: torch.Tensor) -> bool:
+    """Whether `wgrad`, of the logical shape, which begins where `padded` does, is its first rows and not another view
+    of that memory."""
+    return wgrad.dtype is padded.dtype and wgrad.stride() == padded.stride()

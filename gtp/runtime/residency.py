@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gtp.errors import GTPStateError
-from gtp.runtime.buffers import Buffer, BufferPool, first_rows, nbytes_of
+from gtp.runtime.buffers import Buffer, BufferPool, nbytes_of
 from gtp.runtime.group import WeightGroup
 from gtp.runtime.schedule import Phase, Schedule
 from gtp.runtime.transport import Transport
@@ -19,7 +19,7 @@ class _Copy:
 
     __slots__ = ("buffer", "outs", "ticket", "versions")
 
-    def __init__(self, buffer: Buffer, outs: list[torch.Tensor], ticket: Any, versions: tuple[int, ...]) -> None:
+    def __init__(self, buffer: Buffer, outs: list[torch.Tensor], ticket: Any, versions: list[int]) -> None:
         self.buffer = buffer
         self.outs = outs
         self.ticket = ticket
@@ -61,8 +61,8 @@ class Gatherer:
         self._nbytes = [nbytes_of(shapes, g.compute_dtype) for shapes, g in zip(self._shapes, groups, strict=True)]
         self._resident: dict[int, _Copy] = {}
         # Where `send` is a copy of the shard, by group: the versions it was copied at.
-        self._sent: dict[int, tuple[int, ...]] = {
-            g.index: () for g in groups if any(m.send is not m.shard for m in g.members)
+        self._sent: dict[int, list[int]] = {
+            g.index: [] for g in groups if any(m.send is not m.shard for m in g.members)
         }
         self._line: int | None = None  # the capture in which the open line began, 0 for none; None when none is open
         self._interrupted = False  # whether the open line's transport is closed, because a shard was written
@@ -234,11 +234,12 @@ class Gatherer:
         self._finish(copy)
         full = []
         for member, out in zip(group.members, copy.outs, strict=True):
-            tensor = first_rows(out, member.rows, member.shard_rows * group.size)
+            # a fresh object, whose end is seen; slicing costs twice as much
+            tensor = out.detach() if member.rows == member.shard_rows * group.size else out[: member.rows]
             self._pool.hand_out(copy.buffer, tensor)
             full.append(tensor)
         return full
 
 
-def _versions(group: WeightGroup) -> tuple[int, ...]:
-    return tuple([m.shard._version for m in group.members])
+def _versions(group: WeightGroup) -> list[int]:
+    return [m.shard._version for m in group.members]

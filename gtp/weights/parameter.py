@@ -25,6 +25,8 @@ from gtp.weights.shard_tensor import LocalShard, ShardOrigin, past_torch_functio
 
 _plain = torch._C.DisableTorchFunctionSubclass
 
+_get_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
 # The attribute of torch itself, for within `_plain()`.
 _get_grad: Callable[[torch.Tensor], torch.Tensor | None] = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = torch.Tensor.grad.__set__  # type: ignore[union-attr]
@@ -217,8 +219,7 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
 
     def wants_gradient(self) -> bool:
         """Whether it is trained."""
-        with _plain():
-            return self.requires_grad
+        return bool(past_torch_function(_get_requires_grad, (), (self,)))
 
     def gradient_target(self) -> tuple[torch.Tensor, bool]:
         """Where the reduced gradient goes: `main_grad` if somebody gave the weight one, else `.grad`."""
@@ -226,7 +227,7 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
         with _plain():
             if main_grad is not None:
                 return main_grad.view(self.handle.origin.shape).as_subclass(torch.Tensor), True
-            grad = self.grad
+            grad = _get_grad(self)
             # Without other ranks, uses are added to each other first and then to `.grad`, in autograd's own order.
             if grad is not None and self.handle.group.size > 1:
                 return grad.detach().as_subclass(torch.Tensor), True
@@ -235,8 +236,7 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
     def new_gradient(self) -> torch.Tensor:
         """Fresh memory for a gradient of the shard."""
         with _plain():
-            dtype = self.handle.grad_dtype or self.dtype
-            return torch.empty(self.handle.origin.shape, dtype=dtype, device=self.device)
+            return torch.empty_like(self, dtype=self.handle.grad_dtype, memory_format=torch.contiguous_format)
 
     def gradient_delivered(self, target: torch.Tensor) -> None:
         """`target` holds this rank's part of the reduced gradient."""
@@ -245,7 +245,7 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
                 self.grad_added_to_main_grad = True
             return
         with _plain():
-            grad = self.grad
+            grad = _get_grad(self)
             if grad is None:
                 _set_grad(self, self.new_state(target))
             elif grad.data_ptr() != target.data_ptr():

@@ -8,7 +8,7 @@ without a word. So the lists here allow; nothing is listed to be refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -73,15 +73,17 @@ def call_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         return func(*args, **kwargs)
 
 
-def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+def tensors_in(values: Any) -> list[torch.Tensor]:
     """All tensors in nested arguments."""
+    found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
+            found += tensors_in(value)
         elif isinstance(value, dict):
-            yield from tensors_in(value.values())
+            found += tensors_in(value.values())
+    return found
 
 
 def apply(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -95,7 +97,7 @@ def apply(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
         return call_plain(func, args, kwargs)
     if name.startswith("_foreach_") or name in _FUSED or name == _UNSCALE:
         return _on_lists(func, name, args, kwargs)
-    tensors = list(tensors_in((*args, *kwargs.values())))
+    tensors = tensors_in((*args, *kwargs.values()))
     shards = [t for t in tensors if isinstance(t, LocalShard)]
     shard = next((s for s in shards if not s.origin.is_whole), None)
     if shard is None:
