@@ -1,10 +1,10 @@
 """`install` and `uninstall`: gtp behind Megatron-Core's flag `tensor_parallel_num_weight_shards`.
 
 Megatron calls everything GTP-specific through the module `megatron.core.tensor_parallel.gtp_api`, imported where it is
-used. Installing replaces that module's attributes, and the copies that a few modules took when they were imported; and
-it stands before the functions of `gtp.megatron.surface.WRAPPED`. What
-is installed belongs to the process and knows no model; each model's state hangs off its own runtime (see
-`gtp.megatron.building`).
+used. Installing replaces that module's attributes, and the copies that a few modules took when they were imported; it
+stands before the functions of `gtp.megatron.surface.WRAPPED`, and looks at the layers that models are built from
+(`gtp.megatron.foreign`). What is installed belongs to the process and knows no model; each model's state hangs off its
+own runtime (see `gtp.megatron.building`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import sys
 from types import ModuleType
 from typing import Any, Final, get_args
 
+from torch.utils.hooks import RemovableHandle
+
 from gtp.config import GTPConfig
 from gtp.errors import GTPStateError, GTPValueError, MissingExtraError, UnsupportedError
-from gtp.megatron import checkpoint, refusals, tp_linear, whole_matrix
+from gtp.megatron import checkpoint, foreign, refusals, tp_linear, whole_matrix
 from gtp.megatron.api import names_behind_the_flag
 from gtp.megatron.surface import API, BOUND_AT_IMPORT, WRAPPED, WRAPPED_METHODS
 from gtp.ops.collective_backends import BackendName
@@ -39,11 +41,13 @@ class Installation:
         config: Settings of the runtimes that models get.
         tp_gemm_backend: How tensor-parallel linears move activations; None: as Megatron does.
         replaced: `(module name, attribute, value before)` in order of replacement.
+        watch: Removes the check of layers that become part of a model.
     """
 
     config: GTPConfig
     tp_gemm_backend: BackendName | None
     replaced: tuple[tuple[str, str, Any], ...]
+    watch: RemovableHandle
 
 
 def install(config: GTPConfig | None = None, *, tp_gemm_backend: BackendName | None = None) -> None:
@@ -101,7 +105,7 @@ def install(config: GTPConfig | None = None, *, tp_gemm_backend: BackendName | N
         layers = importlib.import_module(tp_linear.MODULE)
         for name, wrap in tp_linear.method_wrappers(tp_gemm_backend).items():
             replaced.append(_replace(layers, name, wrap(_get(layers, name))))
-    setattr(api, _INSTALLED, Installation(config, tp_gemm_backend, tuple(replaced)))
+    setattr(api, _INSTALLED, Installation(config, tp_gemm_backend, tuple(replaced), foreign.watch()))
 
 
 def uninstall() -> None:
@@ -131,6 +135,7 @@ def uninstall() -> None:
             # imported after install, so it bound ours
             if (bound.module, name) not in restored and module is not None:
                 _put(module, name, before[name] if before["HAVE_GTP"] or name == "HAVE_GTP" else None)
+    installed.watch.remove()
     delattr(api, _INSTALLED)
 
 

@@ -24,7 +24,6 @@ from torch import nn
 from gtp.config import GTPConfig
 from gtp.megatron.experts import balance_expert_gradients, gtp_axes
 from gtp.megatron.param_sync import wait_for_param_sync
-from gtp.megatron.refusals import refuse_layers
 from gtp.megatron.tied import accept_supplied_weights
 from gtp.megatron.weight import MegatronGTPWeight
 from gtp.runtime.runtime import GTPRuntime
@@ -112,9 +111,8 @@ def complete(root: nn.Module) -> None:
     """The model is built: weights get their names, expert gradients their scale, tied output layers their weight.
 
     Raises:
-        UnsupportedError, GTPValueError: it holds layers or axes that cannot work.
+        UnsupportedError, GTPValueError: it holds axes that cannot work.
     """
-    refuse_layers(root)
     accept_supplied_weights(root)
     balance_expert_gradients(root)
     for name, weight in root.named_parameters():

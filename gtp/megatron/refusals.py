@@ -1,8 +1,7 @@
 """Settings of Megatron that gtp does not serve, refused by name where they are first seen.
 
-Those of a model when its first weight is handed over, layers that cannot work before the first forward computes
-anything, settings of an optimizer when it is made: `WRAPPERS` stand before two functions that every optimizer of
-Megatron comes from.
+Those of a model when its first weight is handed over, settings of an optimizer when it is made: `WRAPPERS` stand before
+two functions that every optimizer of Megatron comes from. Layers that cannot work: `gtp.megatron.foreign`.
 """
 
 from __future__ import annotations
@@ -59,29 +58,6 @@ def refuse_settings(config: object) -> None:
         value = getattr(config, name, None)
         if value not in (None, False, "none"):
             raise UnsupportedError(f"{name}={value!r} with tensor_parallel_num_weight_shards: {why}")
-
-
-def refuse_layers(root: nn.Module) -> None:
-    """Checks the layers of a model that is built.
-
-    Raises:
-        UnsupportedError: one computes with weights that it asks nobody to gather, or holds a linear's weight whole. The
-            message names it.
-    """
-    for name, module in root.named_modules():
-        of_the_spec = name.rpartition(".")[2].startswith("linear_")
-        if of_the_spec and isinstance(module, nn.Linear) and not isinstance(module.weight, MegatronGTPWeight):
-            raise UnsupportedError(
-                f"{name} is a {type(module).__name__}, which asks nobody to shard its weight: with "
-                f"tensor_parallel_num_weight_shards every rank would hold all of {tuple(module.weight.shape)}. Use "
-                "ColumnParallelLinear or RowParallelLinear, or Transformer Engine's linears, in the layer spec"
-            )
-        fused = any(base.__name__ == "TEFusedMLP" for base in type(module).__mro__)
-        if fused and any(isinstance(p, MegatronGTPWeight) for p in module.parameters()):
-            raise UnsupportedError(
-                f"{name} is a {type(module).__name__}: its operations read the weights of its linears as they are "
-                "stored, and a rank stores a part. Build the layer spec with use_te_op_fuser=False"
-            )
 
 
 def _known_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -90,6 +90,11 @@ def refusals() -> list[str]:
         Job(case.unsharded(), [wrapped])
     with environment(case):
         found.append(refused(lambda: gtp.megatron.swap_parameters(wrapped)))
+    foreign = plain_model(case, seed=7)
+    foreign.decoder.layers[1].mlp.linear_fc2 = torch.nn.Linear(40, 32)
+    with environment(case):
+        found.append(refused(lambda: gtp.megatron.swap_parameters(foreign)))
+    assert not any(isinstance(p, gtp.GTPWeight) for p in foreign.parameters())
     # nothing was half done
     assert not any(isinstance(p, gtp.GTPWeight) for p in wrapped.parameters())
     return found
@@ -103,6 +108,7 @@ def test_refusals(ranks: Any):
         "GTPStateError: GPTModel has no weight that gtp shards: was gtp.megatron.install",
         "GTPStateError: embedding.word_embeddings.weight is sharded already: swap a model once",
         "GTPStateError: embedding.word_embeddings.weight has a gradient buffer of DistributedDataParallel",
+        r"UnsupportedError: MLP\.linear_fc2 is a Linear, which asks nobody to shard its weight",
     ]
     for messages in ranks(2).run(refusals):
         assert len(messages) == len(expected)

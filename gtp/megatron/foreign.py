@@ -1,0 +1,68 @@
+"""Layers that compute with weights nobody gathers, refused where the model is built.
+
+`watch` has torch call `refuse_foreign` whenever a module becomes part of another one, so a layer of any spec, however
+deep, is seen the moment it is built, and one that is put in later when it is put in.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
+
+from gtp.errors import UnsupportedError
+from gtp.megatron.experts import gtp_axes
+from gtp.megatron.weight import MegatronGTPWeight
+
+_FIELD: Final = re.compile(r"linear_\w+|\w+_proj")
+"""What Megatron's specs call a linear."""
+
+_SHARDED_BY_MEGATRON: Final = ("megatron.core.tensor_parallel.", "megatron.core.extensions.transformer_engine")
+"""Where Megatron defines the linears that hand their weights over when there is a GTP axis for them."""
+
+
+def watch() -> RemovableHandle:
+    """Has every model built from now on checked, while a GTP axis is up."""
+
+    def registered(owner: nn.Module, name: str, module: nn.Module | None) -> None:
+        if isinstance(module, nn.Module) and any(axis is not None and axis.size() > 1 for axis in gtp_axes()):
+            refuse_foreign(owner, name, module)
+
+    return register_module_module_registration_hook(registered)
+
+
+def refuse_foreign(owner: nn.Module, name: str, module: nn.Module) -> None:
+    """Checks `module`, which is or becomes `owner.name`. Only modules of Megatron are asked: others have no spec.
+
+    Raises:
+        UnsupportedError: it computes with weights that it asks nobody to gather, or holds a linear's weight whole. The
+            message names it.
+    """
+    from megatron.core.transformer.module import MegatronModule
+
+    if not isinstance(owner, MegatronModule):
+        return
+    where = f"{type(owner).__name__}.{name} is a {type(module).__name__}"
+    if _FIELD.fullmatch(name):
+        matrix = next((p for p in module.parameters() if p.dim() > 1), None)
+        if matrix is not None and not any(_is_sharded_by_megatron(m) for m in module.modules()):
+            raise UnsupportedError(
+                f"{where}, which asks nobody to shard its weight: with tensor_parallel_num_weight_shards every rank "
+                f"would hold all of {tuple(matrix.shape)}. Use ColumnParallelLinear or RowParallelLinear, or Megatron's"
+                " own layers over Transformer Engine's linears, in the layer spec"
+            )
+    fused = any(base.__name__ == "TEFusedMLP" for base in type(module).__mro__)
+    if fused and any(isinstance(p, MegatronGTPWeight) for p in module.parameters()):
+        raise UnsupportedError(
+            f"{where}: its operations read the weights of its linears as they are stored, and a rank stores a part. "
+            "Build the layer spec with use_te_op_fuser=False"
+        )
+
+
+def _is_sharded_by_megatron(module: nn.Module) -> bool:
+    if any(isinstance(p, MegatronGTPWeight) for p in module.parameters(recurse=False)):
+        return True
+    return any(base.__module__.startswith(_SHARDED_BY_MEGATRON) for base in type(module).__mro__)
