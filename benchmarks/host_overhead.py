@@ -1,11 +1,12 @@
 """Host cost of one consume: schedule, lease and dispatch, with a transport that moves nothing.
 
 A stack of bias-free Linear layers of width 8 on the CPU: the arithmetic is next to nothing, so a step is the host's
-work. A second rank is simulated by torch's fake process group; nothing waits for anybody. Two numbers:
+work. A second rank is simulated by torch's fake process group; nothing waits for anybody. Three numbers:
 
 consume   One `materialize_weight_for_forward`, the full weight let go at once: dispatch, schedule, lease, prefetch.
 in a step (Sharded step - plain step) / consumes of the step. A step, forward and backward, has two consumes and one
           finalize per layer, and enters the op and its autograd function; all of that is counted to the consumes.
+AdamW     A step over 64 shards [128, 256], against the same step over plain tensors of that shape.
 
     python benchmarks/host_overhead.py
 """
@@ -32,6 +33,7 @@ from gtp.protocol import materialize_weight_for_forward
 from gtp.testing.null_transport import NullTransport
 
 WIDTH = 8
+OPTIMIZED = (64, 256)  # weights of an optimizer step, and their width
 
 
 def stack(layers: int, *, sharded: bool, linear: type[nn.Linear] = nn.Linear) -> tuple[nn.Module, Any]:
@@ -96,6 +98,28 @@ def measure(layers: int, rounds: int) -> dict[str, Any]:
     }
 
 
+def optimizer_step(weights: list[torch.Tensor], options: dict[str, bool]) -> Any:
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    return torch.optim.AdamW(weights, lr=1e-3, **options).step
+
+
+def measure_optimizers(rounds: int) -> list[dict[str, Any]]:
+    """Steps of AdamW over shards and over plain tensors of the same shape, in turns."""
+    count, width = OPTIMIZED
+    model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(count)])
+    runtime = gtp.shard_model(model, dist.group.WORLD, transport=NullTransport())
+    shards = list(model.parameters())
+    plain = [nn.Parameter(torch.randn(width // 2, width)) for _ in range(count)]
+    rows = []
+    for name, options in [("fused", {"fused": True}), ("foreach", {"foreach": True}), ("for-loop", {"foreach": False})]:
+        steps = {"plain": optimizer_step(plain, options), "gtp": optimizer_step(shards, options)}
+        timings = common.interleave(steps, runtime.device, rounds=rounds, warmup=5, iterations=2)
+        rows += common.rows_of(f"AdamW {name}, {count} shards", "eager", timings, reference="plain")
+        print(f"AdamW {name}: {timings['plain'].median:.2f} ms plain, {timings['gtp'].median:.2f} ms of shards")
+    return rows
+
+
 def main() -> None:
     parser = common.parser(__doc__ or "")
     args = parser.parse_args()
@@ -119,6 +143,7 @@ def main() -> None:
             for key in ("us_per_consume", "us_per_consume_in_a_step")
         )
         print(f"{r['layers']:4d} linears: {alone} per consume, {in_a_step} in a step, hit rate {r['hit_rate']:.3f}")
+    rows += measure_optimizers(rounds)
     common.write("host_overhead", torch.device("cpu"), rows, args)
     dist.destroy_process_group()
 

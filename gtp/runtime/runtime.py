@@ -58,6 +58,7 @@ class GTPRuntime:
         self._transport_reason = transport_reason
         self._groups: list[WeightGroup] = []
         self._started = False
+        self._on_cuda = device.type == "cuda"  # where there are captures
         self._capture = 0
         self._gradients_returned = False
         self._in_forward = False
@@ -281,8 +282,7 @@ class GTPRuntime:
         """
         if not self._started:
             self.start()
-        capture = current_capture(self.device)
-        if capture != self._capture:
+        if self._on_cuda and (capture := current_capture(self.device)) != self._capture:
             self._switch(capture)
         task = backward_task()
         if task != self._backward.current:

@@ -82,6 +82,7 @@ def _capture_while_a_forward_waits() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     runtime = gtp.shard_model(model, dist.group.WORLD)
     x = torch.ones(2, 4)
+    runtime._on_cuda = True
     real, closes = runtime_module.current_capture, [0]
     close = runtime.transport.close
 
@@ -125,6 +126,7 @@ def _capture_while_gradients_are_held() -> None:
     x = torch.ones(2, 4)
     with runtime.no_sync():
         model(x).sum().backward()
+    runtime._on_cuda = True
     real = runtime_module.current_capture
     try:
         runtime_module.current_capture = lambda device: 7
