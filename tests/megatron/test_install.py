@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import subprocess
 import sys
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import gtp
 import gtp.megatron
@@ -136,3 +140,79 @@ def test_cuda_graphs_are_refused_when_the_training_loop_announces_them(api: Modu
 def test_is_gtp_param_answers_for_any_object(api: ModuleType):
     gtp.megatron.install()
     assert [api.is_gtp_param(x) for x in (None, 3, torch.zeros(1), torch.nn.Parameter(torch.zeros(1)))] == [False] * 4
+
+
+@pytest.fixture
+def two_pretended_ranks() -> Iterator[None]:
+    """Megatron's groups for GTP over two ranks, of which only this one exists: enough to build a layer."""
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        parallel_state.initialize_model_parallel(gtp_remat_size=2, create_gloo_process_groups=False)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def what_a_user_sees() -> dict[str, str]:
+    """Of the flag: in megatron-core, where a layer is built and used, and from Megatron's training loop."""
+    from megatron.core.tensor_parallel import gtp_api
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer import TransformerConfig
+    from megatron.training import initialize
+
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, tensor_parallel_num_weight_shards=2,
+        use_cpu_initialization=True,
+    )  # fmt: skip
+    layer = ColumnParallelLinear(8, 12, config=config, init_method=torch.nn.init.zeros_, bias=False)
+    arguments = SimpleNamespace(gtp_weight_remat_size=2, expert_gtp_weight_remat_size=1)
+    with (
+        mock.patch.object(initialize, "get_args", return_value=arguments),
+        mock.patch.object(torch.cuda, "device_count", return_value=1),
+        mock.patch.object(initialize.mpu, "model_parallel_is_initialized", return_value=False),
+    ):
+        training = outcome(lambda: initialize._initialize_distributed(None, None, None))
+    kind = type(layer.weight)
+    return {
+        "HAVE_GTP": str(gtp_api.HAVE_GTP),
+        "weight": f"{kind.__module__}.{kind.__name__} {tuple(layer.weight.shape)}",
+        "used": outcome(lambda: layer(torch.zeros(1, 1, 8))),
+        "training": training,
+    }
+
+
+def outcome(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001  # the text is the result
+        return f"{type(error).__name__}: {error}"
+    return "works"
+
+
+def test_the_flag_without_gtp_and_without_te_is_answered_by_megatron(api: ModuleType, two_pretended_ranks: None):
+    """megatron-core itself says nothing: it builds weights of its own, which fail when used. Its training loop says
+    what is missing. Neither is gtp's to change, before `install` and after `uninstall`."""
+    if importlib.util.find_spec("transformer_engine") is not None:
+        pytest.skip("Megatron's own implementation works with Transformer Engine, which is installed")
+    before = what_a_user_sees()
+    assert before["HAVE_GTP"] == "False"
+    assert before["weight"].startswith("megatron.core.tensor_parallel.generalized_tensor_parallelism.GTPShardedParam")
+    assert before["used"] != "works"
+    assert before["training"].startswith("AssertionError: GTP requires TransformerEngine >= 2.19")
+    gtp.megatron.install()
+    during = what_a_user_sees()
+    assert during["weight"] == "gtp.megatron.weight.MegatronGTPWeight (6, 8)"
+    assert "GTP requires" not in during["training"]  # it goes on, to arguments that are not here
+    gtp.megatron.uninstall()
+    assert what_a_user_sees() == before
+
+
+def test_importing_gtp_megatron_imports_no_megatron():
+    """So what Megatron does before `install` is what it does without gtp."""
+    script = "import sys, gtp, gtp.megatron; print(sorted(name for name in sys.modules if name.startswith('megatron')))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

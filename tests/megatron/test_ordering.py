@@ -47,6 +47,8 @@ def on_time_and_late(case: Case) -> tuple[list[float], list[float], list[float]]
 
 
 CASES = {
+    # the embedding, every layer's QKV and the output layer are [96, 32]: a pool of buffers by shape would mix them up
+    "equal_shapes": Case(gtp=2),
     "recompute": Case(gtp=2, recompute="full", layers=3),
     "used_several_times": Case(gtp=2, mtp=2, tied=True),
     "accumulation": Case(gtp=2, microbatches=3, overlap_grad=True),
@@ -56,6 +58,8 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_read_before_it_has_arrived(ranks: Any, name: str):
+    """C01: weights of one shape. C13: MTP's layers, repeated. C15: MTP's output layer, used early and at the end.
+    C44, C46: a recomputed forward, beside prefetches of its own."""
     for plain, on_time, delayed in ranks(2).run(on_time_and_late, CASES[name]):
         assert delayed == on_time
         assert max(abs(a - b) for a, b in zip(plain, delayed, strict=True)) <= 2e-6  # as in test_parity
@@ -67,7 +71,7 @@ OVERLAPPED = Case(
 
 
 def overlapped_param_gather(naive: bool) -> tuple[list[float], list[float]]:
-    """Megatron-LM issue 6389: a prefetch target lies in a bucket whose parameters are still on their way."""
+    """C06, Megatron-LM issue 6389: a prefetch target lies in a bucket whose parameters are still on their way."""
     plain = train(OVERLAPPED.unsharded())
     with ExitStack() as stack:
         if naive:
@@ -77,6 +81,7 @@ def overlapped_param_gather(naive: bool) -> tuple[list[float], list[float]]:
 
 
 def test_a_gather_waits_for_the_parameter_all_gather(ranks: Any):
+    """C06: no step runs on weights of the step before."""
     for plain, sharded in ranks(4).run(overlapped_param_gather, False):
         assert max(abs(a - b) for a, b in zip(plain, sharded, strict=True)) <= 2e-6
 
@@ -185,7 +190,7 @@ def moved(naive: bool) -> tuple[list[float], list[float], bool]:
 
 
 def test_weights_stay_in_the_buffer_that_the_distributed_optimizer_gathers_into(ranks: Any):
-    """A transport with memory of its own gets a copy, at each line, of parameters that have arrived."""
+    """C06. A transport with memory of its own gets a copy, at each line, of parameters that have arrived."""
     for on_time, delayed, inside in ranks(4).run(moved, False):
         assert inside
         assert delayed == on_time
@@ -248,3 +253,36 @@ def test_grad_ready_comes_once_per_backward_with_the_whole_gradient(ranks: Any, 
 
 def test_an_early_grad_ready_would_be_seen(ranks: Any):
     assert [complete for _, complete in ranks(2).run(gradients_at_the_hook, Case(gtp=2), True)] == [False, False]
+
+
+READY = Case(gtp=2, distributed_optimizer=True, overlap_grad=True, bucket_size=3000, steps=4)
+
+
+def reduced_over_replicas(naive: bool) -> tuple[list[float], list[float]]:
+    """Losses without gtp and with it. DistributedDataParallel sends a bucket to the replicas when every hook of its
+    weights has run; the reduction over the GTP ranks, which is to come before that, arrives as late as it may."""
+    plain = train(READY.unsharded())
+    with ExitStack() as stack:
+        if naive:
+            weight = gtp.megatron.MegatronGTPWeight
+            stack.enter_context(mock.patch.object(weight, "finalize_group_grads", _eager))
+            stack.enter_context(mock.patch.object(weight, "run_gradient_hooks", gtp.GTPWeight.run_gradient_hooks))
+        stack.enter_context(late())
+        return plain.losses, train(READY).losses
+
+
+def test_replicas_get_gradients_that_are_reduced_over_gtp(ranks: Any):
+    for plain, sharded in ranks(4).run(reduced_over_replicas, False):
+        assert max(abs(a - b) for a, b in zip(plain, sharded, strict=True)) <= 2e-6
+
+
+def naive_reductions_are_seen() -> bool:
+    try:
+        plain, sharded = reduced_over_replicas(True)
+    except RaceError as error:
+        return "changed while" in str(error)
+    return plain[0] == sharded[0] and not abs(plain[-1] - sharded[-1]) <= 1e-3
+
+
+def test_hooks_that_run_when_the_reduction_starts_send_what_has_not_arrived(ranks: Any):
+    assert all(ranks(4).run(naive_reductions_are_seen))
