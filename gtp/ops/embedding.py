@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -135,4 +135,4 @@ class _Embedding(torch.autograd.Function):
         return None, grad, None, None
 
 
-_apply = apply_of(_Embedding)
+_apply: Final = apply_of(_Embedding)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -233,7 +233,7 @@ class _GroupedLinear(torch.autograd.Function):
         return dx, None, None, None, *dweights, *dbiases
 
 
-_apply = apply_of(_GroupedLinear)
+_apply: Final = apply_of(_GroupedLinear)
 
 
 def _weight_gradients(

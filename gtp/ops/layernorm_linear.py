@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 import torch.nn.functional as F
@@ -193,4 +193,4 @@ def _autocast(x: torch.Tensor, dtype: torch.dtype | None) -> torch.autocast:
     return torch.autocast(x.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
 
 
-_apply = apply_of(_NormedLinear)
+_apply: Final = apply_of(_NormedLinear)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -188,7 +188,7 @@ class _Linear(torch.autograd.Function):
         return dx, dweight, dbias, None
 
 
-_apply = apply_of(_Linear)
+_apply: Final = apply_of(_Linear)
 
 
 def weight_gradient(
