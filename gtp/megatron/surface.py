@@ -151,6 +151,7 @@ WRAPPED: Final = (
     Wrapped(
         "apply_swiglu_sharded_factory", "megatron.core.transformer.mlp", ("megatron.core.transformer.moe.experts",)
     ),
+    Wrapped("linear_with_frozen_weight", "megatron.core.tensor_parallel.layers", ()),
     Wrapped("_create_emerging_optimizer", "megatron.core.optimizer.emerging_optimizers", ("megatron.core.optimizer",)),
     Wrapped("_get_megatron_optimizer_based_on_param_groups", "megatron.core.optimizer", ()),
     Wrapped("_get_megatron_emerging_optimizer", "megatron.core.optimizer", ()),

@@ -232,6 +232,7 @@ def all_resumed(folder: str) -> dict[str, Any]:
 
 
 def test_resuming_changes_no_bit(ranks: Any, tmp_path: Path):
+    """C32: every rank reads its own state back, of buckets and of an optimizer that is not distributed, too."""
     for found in ranks(4).run(all_resumed, str(tmp_path), timeout=100):
         for name, (losses, expected, again, equal) in found.items():
             assert losses[-1] != losses[2], name

@@ -13,6 +13,8 @@ import torch
 import gtp
 import gtp.megatron
 from gtp.megatron.surface import WEIGHT
+from gtp.runtime.runtime import gather_now
+from gtp.testing.collectives import collective_log
 from tests.megatron.training import SEQ, VOCAB, Case, Job, bare_models, environment, model_config, train
 from tests.weights.side_by_side import settled
 
@@ -74,6 +76,7 @@ def facts_about_weights() -> dict[str, Any]:
 
 
 def test_weights_are_sharded_and_keep_what_megatron_put_on_them(ranks: Any):
+    """C90: what is sharded, by name. C16, C18: 96 rows in sevens; padding stays zero under weight decay."""
     for facts in ranks(2).run(facts_about_weights):
         assert sorted(facts["sharded"]) == sorted(SHARDED)
         assert facts["replicated"] == [n for n in facts["replicated"] if n.endswith("layernorm.weight")]
@@ -108,6 +111,7 @@ def both_memories() -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def test_memory_is_a_share_of_the_weights_plus_what_is_replicated(ranks: Any):
+    """C90: a rank holds a fourth, gradients and optimizer state included."""
     for (whole, _), (share, replicated) in ranks(4).run(both_memories):
         # DistributedDataParallel pads its gradient buffer to 64 elements
         assert share <= (whole - replicated) / 4 + replicated + 64 * 4
@@ -150,6 +154,7 @@ def references_left() -> list[bool]:
 
 
 def test_a_deleted_model_is_freed(ranks: Any):
+    """C50: nothing in the process remembers it."""
     for left in ranks(2).run(references_left):
         assert len(left) > 3 * len(SHARDED)
         assert not any(left)
@@ -181,6 +186,7 @@ def evaluate(job: Job) -> None:
 
 
 def test_two_models_by_turns_do_not_see_each_other(ranks: Any):
+    """C50; C37: one is evaluated between its steps."""
     for first_alone, second_alone, first, second in ranks(2).run(by_turns):
         assert first == first_alone
         assert second == second_alone
@@ -216,6 +222,7 @@ def _fail_in(job: Job, where: str) -> Iterator[Any]:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_the_step_after_an_exception_is_right(ranks: Any, where: str):
+    """C48."""
     for undisturbed, losses in ranks(2).run(interrupted, where):
         assert losses == undisturbed
 
@@ -242,3 +249,85 @@ def loaded_from_full_tensors() -> tuple[list[float], list[float]]:
 def test_a_full_state_dict_loads(ranks: Any):
     for plain, sharded in ranks(2).run(loaded_from_full_tensors):
         assert sharded == plain
+
+
+def with_one_shard() -> tuple[Any, Any, list[str], list[str]]:
+    """Training of a model without a GTP axis: in Megatron alone, and with gtp installed; the collectives of each."""
+    case, results, logs = Case(steps=3, bias=True), [], []
+    for installed in (False, True):
+        with environment(case):
+            if not installed:
+                gtp.megatron.uninstall()
+            try:
+                job = Job(case)
+                with collective_log() as log:
+                    for step in range(case.steps):
+                        job.step(step)
+                results.append(job.result())
+                logs.append([f"{r.kind} {r.shape} {r.group}" for r in log.started()])
+            finally:
+                if not installed:
+                    gtp.megatron.install()
+    return *results, *logs
+
+
+def test_without_a_gtp_axis_nothing_differs_from_megatron_alone(ranks: Any):
+    """C25. So what other tests compare with, a model of one shard, is Megatron without gtp."""
+    for alone, installed, collectives, with_gtp in ranks(2).run(with_one_shard):
+        assert installed.sharded == []
+        assert installed.losses == alone.losses
+        assert installed.norms == alone.norms
+        assert with_gtp == collectives
+        assert len(collectives) > 3
+
+
+MODELS = {
+    "mla": Case(gtp=2, mla=True),
+    "mtp": Case(gtp=2, mtp=1),
+    "hybrid": Case(gtp=2, hybrid="M*-"),
+    "experts": Case(gtp=2, egtp=2, experts=4, shared_expert=True),
+}
+
+
+def whole_matrices() -> dict[str, list[str]]:
+    """Per model, what has several dimensions and is not sharded."""
+    found = {}
+    for name, case in MODELS.items():
+        with environment(case):
+            (model,) = bare_models(case, model_config(case))
+            named = list(model.named_parameters())
+            assert sum(isinstance(p, gtp.GTPWeight) for _, p in named) >= 8
+            found[name] = [n for n, p in named if p.dim() > 1 and not isinstance(p, gtp.GTPWeight)]
+    return found
+
+
+def test_no_layer_of_any_model_is_left_out(ranks: Any):
+    """C92: routers stay whole because each rank routes its own tokens, convolutions because they are small."""
+    for found in ranks(2).run(whole_matrices):
+        assert found["mla"] == found["mtp"] == []
+        assert [name.replace("_", ".") for name in found["hybrid"]] == ["decoder.layers.0.mixer.conv1d.weight"]
+        assert found["experts"] == [f"decoder.layers.{layer}.mlp.router.weight" for layer in range(2)]
+
+
+def masters_and_copies() -> tuple[list[bool], list[float]]:
+    """After each step, whether what is gathered of a weight is its fp32 master in bf16; and the losses."""
+    case = Case(gtp=2, bf16=True, grad_fp32=True)
+    equal = []
+    with environment(case):
+        job = Job(case)
+        (optimizer,) = getattr(job.optimizer, "chained_optimizers", [job.optimizer])
+        for _ in range(case.steps):
+            job.step(0)
+            for weights, masters in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):
+                for weight, master in zip(weights, masters, strict=True):
+                    if isinstance(weight, gtp.GTPWeight):
+                        rows = gather_now(master.detach(), weight.group)[: weight.layout.rows]
+                        equal.append(torch.equal(weight.full_tensor().detach(), rows.bfloat16()))
+        return equal, job.losses
+
+
+def test_bf16_weights_are_their_masters_after_every_step(ranks: Any):
+    """C07."""
+    for equal, losses in ranks(2).run(masters_and_copies):
+        assert equal == [True] * (5 * len(SHARDED))
+        assert losses[-1] < losses[0] - 0.1

@@ -21,7 +21,8 @@ import gtp.megatron
 from gtp.megatron import MegatronGTPWeight, building
 from gtp.runtime.residency import Gatherer
 from gtp.runtime.runtime import gather_now
-from tests.megatron.training import Case, Job, environment
+from gtp.testing.memory import poisoned_memory
+from tests.megatron.training import Case, Job, bare_models, environment, model_config, train
 
 MOE = Case(experts=4, shared_expert=True, alignment=16)
 LAYOUTS = {
@@ -52,7 +53,7 @@ def all_tokens_to_two_experts() -> Iterator[None]:
 
 def gradients(case: Case, starved: bool) -> tuple[dict[str, torch.Tensor], int]:
     """The reduced gradient of every parameter after one step, whole over the GTP axes; and the expert rank."""
-    with environment(case), all_tokens_to_two_experts() if starved else nullcontext():
+    with environment(case), all_tokens_to_two_experts() if starved else nullcontext(), poisoned_memory():
         job = Job(case)
         job.step(0, update=False)
         found = {}
@@ -86,6 +87,8 @@ def compared() -> dict[str, Any]:
 
 
 def test_every_gradient_is_megatrons(ranks: Any):
+    """C80: experts without tokens, two micro-batches, and memory that nobody wrote is NaN. C84: tokens travel to
+    experts of other ranks and back."""
     for rank, results in enumerate(ranks(4).run(compared, timeout=100)):
         for name, found in results.items():
             assert found["same names"], name
@@ -156,6 +159,27 @@ def test_experts_have_an_axis_of_their_own(ranks: Any):
         ]
         experts = [w for name, w in found["dense only"].items() if ".local_experts." in name]
         assert experts == [None] * len(experts) != []
+
+
+def grouped_gemm() -> tuple[list[float], list[float], list[str]]:
+    """Losses of the local spec without and with `moe_grouped_gemm`; the class of its experts then."""
+    case = dataclasses.replace(MOE, ep=2, egtp=2, steps=2)
+    with environment(case):
+        config = model_config(case)
+        config.moe_grouped_gemm = True
+        (model,) = bare_models(case, config, moe_grouped_gemm=True)
+        job = Job(case, [model])
+        for step in range(case.steps):
+            job.step(step)
+        kinds = [type(layer.mlp.experts).__name__ for layer in model.decoder.layers]
+    return train(case).losses, job.losses, kinds
+
+
+def test_grouped_gemms_need_te_and_the_local_spec_runs_experts_one_by_one(ranks: Any):
+    """megatron-core has no grouped GEMM of its own: without Transformer Engine the setting changes nothing."""
+    for one_by_one, grouped, kinds in ranks(4).run(grouped_gemm):
+        assert kinds == ["SequentialMLP"] * 2
+        assert grouped == one_by_one
 
 
 class Watch:

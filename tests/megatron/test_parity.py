@@ -216,9 +216,13 @@ def _by_ranks(table: dict[tuple[str, str], Cell]) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("row, column", _by_ranks(CELLS))
 def test_losses_and_norms_are_those_without_gtp(ranks: Any, references: References, row: str, column: str):
+    """C11: tied embeddings. C13, C15: MTP. C16, C18: padding, Muon's sizes and all norms. C21: every layout. C23:
+    per-token loss. C44: recompute; C46: with PP2, two forwards of a recomputed block before the first backward.
+    """
     check(ranks, CELLS[row, column], references)
 
 
 @pytest.mark.parametrize("row, column", _by_ranks(EXPERT_CELLS))
 def test_with_experts_too(ranks: Any, references: References, row: str, column: str):
+    """C84: experts over ranks."""
     check(ranks, EXPERT_CELLS[row, column], references)

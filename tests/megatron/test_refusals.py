@@ -51,6 +51,15 @@ def shards_that_tp_does_not_divide(case: Case) -> None:
     )  # fmt: skip
 
 
+def fewer_shards_than_tp(case: Case) -> None:
+    from megatron.core.transformer import TransformerConfig
+
+    TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, tensor_model_parallel_size=2,
+        tensor_parallel_num_weight_shards=1,
+    )  # fmt: skip
+
+
 class Setting:
     """Builds a model whose config has one field set."""
 
@@ -195,6 +204,11 @@ REFUSALS: dict[str, tuple[Case, Callable[[Case], object], str]] = {
         shards_that_tp_does_not_divide,
         r"ValueError: tensor_parallel_num_weight_shards \(3\) must be divisible by tensor_model_parallel_size \(2\)",
     ),
+    "fewer_shards_than_tp": (
+        Case(),
+        fewer_shards_than_tp,
+        r"ValueError: tensor_parallel_num_weight_shards \(1\) must be .*tensor_model_parallel_size",
+    ),
     "fp8": (Case(gtp=2), Setting("fp8", "hybrid"), r"UnsupportedError: fp8='hybrid' with tensor_parallel_num_weight"),
     "fp4": (Case(gtp=2), Setting("fp4", "e2m1"), "UnsupportedError: fp4='e2m1' .*Train in bf16"),
     "cuda_graphs": (
@@ -274,6 +288,7 @@ REFUSALS: dict[str, tuple[Case, Callable[[Case], object], str]] = {
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refused(ranks: Any, name: str):
+    """C91."""
     case, wrong, pattern = REFUSALS[name]
     for text in ranks(2).run(message, case, wrong):
         assert re.match(pattern, text), text
@@ -351,6 +366,22 @@ def test_zeros_are_those_of_the_unsharded_gradient(ranks: Any):
     for plain, sharded, distributed in ranks(2).run(zeros_counted):
         assert plain == sharded == distributed
         assert plain >= 32  # rows of tokens that did not occur
+
+
+def more_ranks_than_there_are() -> str:
+    from megatron.core import parallel_state
+
+    with megatron_on_cpu():
+        try:
+            parallel_state.initialize_model_parallel(gtp_remat_size=3)
+        except RuntimeError as error:
+            return str(error)
+    return "nothing was refused"
+
+
+def test_a_gtp_axis_longer_than_the_world_is_refused(ranks: Any):
+    """C91."""
+    assert all("world_size (2) is not divisible by" in text for text in ranks(2).run(more_ranks_than_there_are))
 
 
 def optimizer_instances() -> str:

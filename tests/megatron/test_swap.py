@@ -59,6 +59,7 @@ def swapped_training(case: Case) -> tuple[Any, Any, dict[str, Any]]:
 
 @pytest.mark.parametrize("case", [Case(gtp=2, bias=True), Case(gtp=2, tied=True)], ids=["untied", "tied"])
 def test_a_swapped_model_trains_like_one_built_with_the_flag(ranks: Any, case: Case):
+    """C33: the values of rank 0 reach all; C11: a tied weight stays one parameter."""
     for swapped, built, facts in ranks(2).run(swapped_training, case):
         assert facts == {"same objects": True, "same values": True, "runtime": True, "flag": (2, 2)}
         assert swapped.sharded == built.sharded
@@ -101,6 +102,7 @@ def refusals() -> list[str]:
 
 
 def test_refusals(ranks: Any):
+    """C90: nothing to shard. C91: swapped twice, wrapped already."""
     expected = [
         "GTPStateError: swap_parameters needs gtp.megatron.install",
         "GTPStateError: .*no GTP axis is up",

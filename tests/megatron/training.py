@@ -362,8 +362,8 @@ def model_config(case: Case) -> Any:
     )
 
 
-def bare_models(case: Case, config: Any) -> list[Any]:
-    """The model, or its chunks under interleaved pipelining."""
+def bare_models(case: Case, config: Any, **spec_options: Any) -> list[Any]:
+    """The model, or its chunks under interleaved pipelining. `spec_options` go to the local layer spec."""
     if case.hybrid is not None:
         return [hybrid_model(case, config)]
     from megatron.core import parallel_state
@@ -380,6 +380,7 @@ def bare_models(case: Case, config: Any) -> list[Any]:
         multi_latent_attention=case.mla,
         normalization="RMSNorm",
         qk_layernorm=case.mla,
+        **spec_options,
     )
     if case.te:
         spec = get_gpt_layer_with_transformer_engine_spec(
