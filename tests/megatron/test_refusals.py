@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,7 +14,6 @@ import gtp
 import gtp.megatron
 from gtp.megatron.refusals import ELEMENTWISE, WHOLE_MATRIX
 from gtp.testing.megatron_cpu import megatron_on_cpu
-from tests.megatron import hybrid
 from tests.megatron.training import Case, Job, bare_models, environment, model_config
 
 
@@ -96,93 +93,6 @@ def a_layer_that_multiplies_by_hand(case: Case) -> None:
     job.step(0)
 
 
-class PlainLinear(torch.nn.Linear):
-    """A linear of another library, in the shape that Megatron's specs ask for."""
-
-    def __init__(self, input_size: int, output_size: int, **options: object) -> None:
-        super().__init__(input_size, output_size, bias=False)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return super().forward(x), None
-
-
-class OwnLinear(torch.nn.Module):
-    """A user's own."""
-
-    def __init__(self, input_size: int, output_size: int, **options: object) -> None:
-        super().__init__()
-        self.inner = torch.nn.Module()
-        self.inner.kernel = torch.nn.Parameter(torch.zeros(output_size, input_size))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return x @ self.inner.kernel.t(), None
-
-
-def adapted(input_size: int, output_size: int, **options: Any) -> torch.nn.Module:
-    """Megatron's linear with an adapter beside it, small and whole, as adapters are."""
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-
-    class Adapted(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base = ColumnParallelLinear(input_size, output_size, **options)
-            self.down = torch.nn.Linear(input_size, 2, bias=False)
-            self.up = torch.nn.Linear(2, output_size, bias=False)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-            y, bias = self.base(x)
-            return y + self.up(self.down(x)), bias
-
-    return Adapted()
-
-
-class InTheSpec:
-    """Builds a model, and does no more, with another class for one linear of its spec."""
-
-    def __init__(self, where: str, made_by: Callable[..., torch.nn.Module] = PlainLinear) -> None:
-        self.where, self.made_by = where, made_by
-
-    def __call__(self, case: Case) -> torch.nn.Module:
-        from megatron.core.models.gpt import gpt_layer_specs
-
-        def changed(*args: Any, **options: Any) -> Any:
-            spec = real(*args, **options)
-            holder, _, field = self.where.rpartition(".")
-            found = spec
-            for name in holder.split("."):
-                found = found[int(name)] if name.isdigit() else getattr(found, name)
-                # a spec holds what it is made of in `submodules`, a partial function among its arguments
-                found = getattr(found, "keywords", {}).get("submodules", getattr(found, "submodules", found))
-            setattr(found, field, self.made_by)
-            return spec
-
-        owner, function = gpt_layer_specs, "get_gpt_layer_local_spec"
-        if case.hybrid is not None:
-            owner, function = hybrid, "stack_spec"
-        elif case.mtp:
-            function = "get_gpt_mtp_block_spec"
-        real = getattr(owner, function)
-        with mock.patch.object(owner, function, changed):
-            (model,) = bare_models(case, model_config(case))
-        return model
-
-
-def a_foreign_linear_put_in_later(case: Case) -> None:
-    (model,) = bare_models(case, model_config(case))
-    mlp = model.decoder.layers[1].mlp
-    mlp.linear_fc2 = PlainLinear(*reversed(mlp.linear_fc2.weight.logical_shape))
-
-
-def a_fused_mlp(case: Case) -> None:
-    """As `use_te_op_fuser=True` builds it; what its forward would do does not matter."""
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.mlp import MLP, MLPSubmodules
-
-    fused = type("TEFusedMLP", (MLP,), {})
-    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    InTheSpec("submodules.mlp", partial(fused.as_mlp_submodule, submodules=linears))(case)
-
-
 def weights_read_like_tensors(case: Case) -> None:
     job = Job(case)
     job.chunks[0].module.output_layer.weight.sum()
@@ -237,47 +147,6 @@ REFUSALS: dict[str, tuple[Case, Callable[[Case], object], str]] = {
         a_layer_that_multiplies_by_hand,
         r"UnsupportedError: .*'decoder\.layers\.0\.mlp\.linear_fc1\.weight': t needs the full weight \(80, 32\)",
     ),
-    "fused_mlp": (
-        Case(gtp=2),
-        a_fused_mlp,
-        r"UnsupportedError: TransformerLayer\.mlp is a TEFusedMLP: .*use_te_op_fuser=False",
-    ),
-    "foreign_linear": (
-        Case(gtp=2),
-        InTheSpec("submodules.mlp.linear_fc2"),
-        r"UnsupportedError: MLP\.linear_fc2 is a PlainLinear, .*tensor_parallel_num_weight_shards every rank would "
-        r"hold all of \(32, 40\)\. Use ColumnParallelLinear or RowParallelLinear, or .*Transformer Engine",
-    ),
-    "foreign_linear_of_attention": (
-        Case(gtp=2),
-        InTheSpec("submodules.self_attention.linear_qkv", OwnLinear),
-        r"UnsupportedError: SelfAttention\.linear_qkv is a OwnLinear, .*all of \(96, 32\)",
-    ),
-    "foreign_linear_of_mla": (
-        Case(gtp=2, mla=True),
-        InTheSpec("submodules.self_attention.linear_kv_up_proj"),
-        r"UnsupportedError: MLASelfAttention\.linear_kv_up_proj is a PlainLinear, .*all of \(64, 16\)",
-    ),
-    "foreign_linear_of_experts": (
-        Case(gtp=2, egtp=2, experts=4),
-        InTheSpec("submodules.mlp.experts.linear_fc1"),
-        r"UnsupportedError: MLP\.linear_fc1 is a PlainLinear, .*all of \(48, 32\)",
-    ),
-    "foreign_linear_of_mtp": (
-        Case(gtp=2, mtp=1),
-        InTheSpec("layer_specs.0.eh_proj"),
-        r"UnsupportedError: MultiTokenPredictionLayer\.eh_proj is a PlainLinear, .*all of \(32, 64\)",
-    ),
-    "foreign_linear_of_mamba": (
-        Case(gtp=2, hybrid="M*-"),
-        InTheSpec("submodules.mamba_layer.mixer.in_proj", OwnLinear),
-        r"UnsupportedError: MambaMixer\.in_proj is a OwnLinear, .*all of \(\d+, 32\)",
-    ),
-    "foreign_linear_put_in_later": (
-        Case(gtp=2),
-        a_foreign_linear_put_in_later,
-        r"UnsupportedError: MLP\.linear_fc2 is a PlainLinear, .*Use ColumnParallelLinear",
-    ),
     "like_a_tensor": (
         Case(gtp=2),
         weights_read_like_tensors,
@@ -292,29 +161,6 @@ def test_refused(ranks: Any, name: str):
     case, wrong, pattern = REFUSALS[name]
     for text in ranks(2).run(message, case, wrong):
         assert re.match(pattern, text), text
-
-
-def linears_that_pass() -> tuple[list[float], list[float], list[str]]:
-    """Losses with a foreign linear and no GTP axis; with adapters and one; what is sharded then."""
-    with environment(Case()):
-        plain = Job(Case(), [InTheSpec("submodules.mlp.linear_fc2")(Case())])
-        plain.step(0)
-    case = Case(gtp=2, steps=2)
-    with environment(case):
-        job = Job(case, [InTheSpec("submodules.mlp.linear_fc1", adapted)(case)])
-        job.step(0)
-        job.step(1)
-        return plain.losses, job.losses, job.result().sharded
-
-
-def test_foreign_linears_pass_without_the_flag_and_adapters_pass_with_it(ranks: Any):
-    for plain, losses, sharded in ranks(2).run(linears_that_pass):
-        assert math.isfinite(plain[0])
-        assert math.isfinite(losses[1])
-        assert losses[1] != losses[0]
-        assert [n for n in sharded if "linear_fc1" in n] == [
-            f"decoder.layers.{i}.mlp.linear_fc1.base.weight" for i in (0, 1)
-        ]
 
 
 def optimizers_made(names: list[str]) -> dict[str, str]:
