@@ -50,7 +50,7 @@ def step_of(model: nn.Module) -> Any:
     def step() -> None:
         model(x).sum().backward()
         for parameter in model.parameters():
-            torch.Tensor.grad.__set__(parameter, None)
+            parameter.grad = None
 
     return step
 
