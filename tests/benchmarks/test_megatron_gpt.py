@@ -39,8 +39,9 @@ def left_by_a_variant() -> tuple[dict[str, int], dict[str, int], list[float]]:
         return before, living(), result["losses"]
 
 
+@pytest.mark.timeout(200)
 def test_a_variant_leaves_nothing_to_the_next(ranks: Any):
-    for before, after, losses in ranks(2).run(left_by_a_variant):
+    for before, after, losses in ranks(2).run(left_by_a_variant, timeout=180):  # it imports Megatron
         assert len(losses) == 2
         assert after == before
 

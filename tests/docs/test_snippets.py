@@ -31,7 +31,7 @@ def test_a_shown_file_is_the_file(block):
 
 @pytest.mark.parametrize("block", blocks("run"))
 def test_a_shown_snippet_runs(block):
-    done = subprocess.run([sys.executable, "-c", block["code"]], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run([sys.executable, "-c", block["code"]], capture_output=True, text=True, cwd=ROOT, timeout=110)
     assert done.returncode == 0, done.stderr
 
 
