@@ -7,6 +7,8 @@ deep, is seen the moment it is built, and one that is put in later when it is pu
 from __future__ import annotations
 
 import re
+import sys
+from dataclasses import fields, is_dataclass
 from typing import Final
 
 from torch import nn
@@ -17,7 +19,7 @@ from gtp.errors import UnsupportedError
 from gtp.megatron.experts import gtp_axes
 from gtp.megatron.weight import MegatronGTPWeight
 
-_FIELD: Final = re.compile(r"linear_\w+|\w+_proj")
+_LINEAR: Final = re.compile(r"linear_\w+|\w+_proj")
 """What Megatron's specs call a linear."""
 
 _SHARDED_BY_MEGATRON: Final = ("megatron.core.tensor_parallel.", "megatron.core.extensions.transformer_engine")
@@ -35,18 +37,14 @@ def watch() -> RemovableHandle:
 
 
 def refuse_foreign(owner: nn.Module, name: str, module: nn.Module) -> None:
-    """Checks `module`, which is or becomes `owner.name`. Only modules of Megatron are asked: others have no spec.
+    """Checks `module`, which is or becomes `owner.name`, if a layer spec says what `owner.name` is.
 
     Raises:
         UnsupportedError: it computes with weights that it asks nobody to gather, or holds a linear's weight whole. The
             message names it.
     """
-    from megatron.core.transformer.module import MegatronModule
-
-    if not isinstance(owner, MegatronModule):
-        return
     where = f"{type(owner).__name__}.{name} is a {type(module).__name__}"
-    if _FIELD.fullmatch(name):
+    if _LINEAR.fullmatch(name) and name in _spec_fields(type(owner).__mro__):
         matrix = next((p for p in module.parameters() if p.dim() > 1), None)
         if matrix is not None and not any(_is_sharded_by_megatron(m) for m in module.modules()):
             raise UnsupportedError(
@@ -60,6 +58,17 @@ def refuse_foreign(owner: nn.Module, name: str, module: nn.Module) -> None:
             f"{where}: its operations read the weights of its linears as they are stored, and a rank stores a part. "
             "Build the layer spec with use_te_op_fuser=False"
         )
+
+
+def _spec_fields(kinds: tuple[type, ...]) -> frozenset[str]:
+    """What layer specs fill in a module: the fields of the `...Submodules` beside the classes of Megatron it is of."""
+    beside = [
+        thing
+        for module in {base.__module__ for base in kinds if base.__module__.startswith("megatron.core.")}
+        for thing in vars(sys.modules[module]).values()
+        if isinstance(thing, type) and thing.__module__ == module and thing.__name__.endswith("Submodules")
+    ]
+    return frozenset(field.name for thing in beside if is_dataclass(thing) for field in fields(thing))
 
 
 def _is_sharded_by_megatron(module: nn.Module) -> bool:

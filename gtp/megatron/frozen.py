@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 
 from gtp.megatron.weight import MegatronGTPWeight
+from gtp.ops.versions import ShardVersions
 
 
 def _gathered_again(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -23,7 +24,14 @@ def _gathered_again(original: Callable[..., torch.Tensor]) -> Callable[..., torc
     def linear(input: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         if not isinstance(weight, MegatronGTPWeight):
             return original(input, weight, *args, **options)
-        with torch.autograd.graph.saved_tensors_hooks(lambda _: weight, MegatronGTPWeight.all_gather_and_prefetch_bwd):
+        versions = ShardVersions([weight])
+
+        def gather_again(_: None) -> torch.Tensor:
+            versions.check([weight])
+            full: torch.Tensor = weight.all_gather_and_prefetch_bwd()
+            return full
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda _: None, gather_again):
             return original(input, weight, *args, **options)
 
     return linear

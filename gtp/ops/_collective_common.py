@@ -9,7 +9,6 @@ import torch
 
 from gtp.errors import GTPValueError
 from gtp.ops._common import (
-    ShardVersions,
     autocast_to,
     check_dtype,
     check_rows,
@@ -20,6 +19,7 @@ from gtp.ops._common import (
     refuse_distributed,
 )
 from gtp.ops.collective_backends import GemmBackend
+from gtp.ops.versions import ShardVersions
 from gtp.protocol import (
     describe_weight,
     is_distributed_weight,

@@ -7,7 +7,7 @@ plain one whose owner collects gradients in `main_grad`. Everything else takes t
 context.
 Saved-tensor hooks (non-reentrant checkpointing, activation offloading) replace what is saved by a detached tensor,
 which would no longer be a `DistributedWeight`. The shard is a parameter, alive anyway; what saving also gave, the error
-when it is changed between forward and backward, is done by `ShardVersions`.
+when it is changed between forward and backward, is done by `gtp.ops.versions`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 
-from gtp.errors import GTPStateError, GTPValueError, ProtocolError, UnsupportedError
+from gtp.errors import GTPValueError, ProtocolError, UnsupportedError
 from gtp.protocol import (
     describe_weight,
     finalize_weight_grads,
@@ -108,33 +108,6 @@ def autocast_to(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor
     if dtype is None or tensor.dtype is dtype or tensor.dtype is torch.float64 or not tensor.is_floating_point():
         return tensor
     return tensor.to(dtype)
-
-
-class ShardVersions:
-    """Remembers at forward which values the weights had, so that backward can refuse to re-gather others."""
-
-    __slots__ = ("_versions",)
-
-    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
-        with plain_access():
-            self._versions = [w._version for w in weights]
-
-    def check(self, weights: Sequence[torch.Tensor]) -> None:
-        """
-        Raises:
-            GTPStateError: a weight was written since. torch raises in the same place for a plain weight.
-        """
-        with plain_access():
-            now = [w._version for w in weights]
-        if now == self._versions:
-            return
-        for weight, before, after in zip(weights, self._versions, now, strict=True):
-            if before != after:
-                raise GTPStateError(
-                    f"{describe_weight(weight)} was changed in place between its forward and this backward (version "
-                    f"{before} became {after}), so the gradient of its input cannot be computed. Step the optimizer "
-                    "after the last backward that uses the old values"
-                )
 
 
 def refuse_double_backward(weights: Sequence[torch.Tensor]) -> None:

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 from gtp.errors import GTPValueError, UnsupportedError
 from gtp.ops._common import (
-    ShardVersions,
     apply_of,
     as_rows,
     autocast_dtype,
@@ -32,6 +31,7 @@ from gtp.ops._common import (
     write_wgrad,
 )
 from gtp.ops.linear import check_shapes
+from gtp.ops.versions import ShardVersions
 from gtp.protocol import (
     describe_weight,
     is_distributed_weight,

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from gtp.errors import GTPValueError
 from gtp.ops._common import (
-    ShardVersions,
     apply_of,
     as_rows,
     autocast_dtype,
@@ -25,6 +24,7 @@ from gtp.ops._common import (
     refuse_double_backward,
 )
 from gtp.ops.linear import bias_gradient, check_shapes, gemm, input_gradient, linear, weight_gradient
+from gtp.ops.versions import ShardVersions
 
 Normalization = Literal["LayerNorm", "RMSNorm"]
 

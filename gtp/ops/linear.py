@@ -9,7 +9,6 @@ import torch.nn.functional as F
 
 from gtp.errors import GTPValueError, UnsupportedError
 from gtp.ops._common import (
-    ShardVersions,
     apply_of,
     as_rows,
     autocast_dtype,
@@ -28,6 +27,7 @@ from gtp.ops._common import (
     wgrad_buffers,
     write_wgrad,
 )
+from gtp.ops.versions import ShardVersions
 from gtp.protocol import describe_weight, materialize_weight_for_backward, materialize_weight_for_forward
 
 

@@ -298,8 +298,7 @@ def _require_logical_shapes(group: WeightGroup, wgrads: Sequence[torch.Tensor]) 
     for member, wgrad in zip(group.members, wgrads, strict=True):
         if wgrad.shape != member.logical_shape:
             raise GTPStateError(
-                f"{member.name}: finalize got a wgrad of shape {tuple(wgrad.shape)}, expected the logical shape "
-                f"{member.logical_shape}"
+                f"{member.name}: a wgrad has the logical shape {member.logical_shape}, got {tuple(wgrad.shape)}"
             )
 
 

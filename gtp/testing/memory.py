@@ -69,7 +69,8 @@ def live_full_storages(min_bytes: int) -> list[LiveStorage]:
 
     With `min_bytes` the size of one full weight this counts the full weights that are in memory. Runs the garbage
     collector first, so what only cycles hold does not count. Tensors without memory of their own (meta, sparse) do not
-    either, nor objects under `gc.freeze`: in a rank of a `RankPool` those from before its function began.
+    either, nor objects under `gc.freeze`: in a rank of a `RankPool` those from before the last function that found
+    modules newly imported.
     """
     gc.collect()
     # by type: isinstance would ask proxies for their class, which may import or warn

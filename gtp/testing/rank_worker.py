@@ -55,6 +55,16 @@ class Worker:
     rank: int
     world_size: int
     subgroups: dict[tuple[int, ...], dist.ProcessGroup | None] = dataclasses.field(default_factory=dict)
+    modules: int = 0
+    """How many were imported when garbage collection was last told to leave them alone."""
+
+    def freeze_imports(self) -> None:
+        """What imports leave is not looked through again: a collection over all objects of torch and Megatron takes a
+        fifth of a second, more than most functions run."""
+        if len(sys.modules) != self.modules:
+            gc.collect()
+            gc.freeze()
+            self.modules = len(sys.modules)
 
     def subgroup(self, members: tuple[int, ...]) -> dist.ProcessGroup | None:
         if not members or sorted(set(members)) != list(members) or not 0 <= members[0] <= members[-1] < self.world_size:
@@ -124,10 +134,7 @@ def _answer(worker: Worker, message: bytes) -> bytes:
     token = CURRENT.set(worker)
     try:
         fn, args = pickle.loads(message)
-        # What was there before is not looked through again: a collection over all objects of torch and Megatron takes a
-        # fifth of a second, more than most functions run. And `gc.get_objects`, on which the memory tools build, shows
-        # what this function makes.
-        gc.freeze()
+        worker.freeze_imports()
         torch.manual_seed(0)
         return dumps(("ok", fn(*args)))
     except BaseException as error:  # noqa: BLE001 - the boundary of a process: the parent raises it

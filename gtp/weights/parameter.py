@@ -45,11 +45,7 @@ class WeightHandle:
     group: WeightGroup
     position: int
     grad_dtype: torch.dtype | None
-    origin: ShardOrigin = dataclasses.field(init=False)
     hooks: OrderedDict[int, Callable[[torch.Tensor], None]] = dataclasses.field(default_factory=OrderedDict)
-
-    def __post_init__(self) -> None:
-        self.origin = ShardOrigin(self.name, self.layout, self.group.process_group)
 
     @property
     def member(self) -> Member:
@@ -84,7 +80,7 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
         parameter.__class__ = cls
         weight: GTPWeight = parameter  # type: ignore[assignment]
         weight.handle = handle
-        weight.origin = handle.origin
+        weight.origin = ShardOrigin(handle.name, handle.layout, handle.group.process_group)
         if handle.grad_dtype is not None:
             with _plain():
                 weight.grad_dtype = handle.grad_dtype
@@ -157,7 +153,7 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
 
     def local_state(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, made of the shard or after it, marked as this rank's rows if it has the shard's shape."""
-        origin = self.handle.origin
+        origin = self.origin
         with _plain():
             if tensor.shape != origin.shape:
                 return tensor
@@ -166,7 +162,7 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
 
     def new_state(self, fresh: torch.Tensor) -> torch.Tensor:
         """As `local_state`, of a plain tensor of the shard's shape that nobody else has."""
-        return ShardRows.out_of(fresh, self.handle.origin)
+        return ShardRows.out_of(fresh, self.origin)
 
     # -- DistributedWeight ---------------------------------------------------------------------------------------
 
@@ -226,7 +222,7 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
         main_grad = getattr(self, "main_grad", None)
         with _plain():
             if main_grad is not None:
-                return main_grad.view(self.handle.origin.shape).as_subclass(torch.Tensor), True
+                return main_grad.view(self.origin.shape).as_subclass(torch.Tensor), True
             grad = _get_grad(self)
             # Without other ranks, uses are added to each other first and then to `.grad`, in autograd's own order.
             if grad is not None and self.handle.group.size > 1:
@@ -257,7 +253,7 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
         if getattr(self, "main_grad", None) is not None:
             return None
         with _plain():
-            if self.grad is None:
+            if _get_grad(self) is None:
                 _set_grad(self, self.new_state(self.new_gradient().zero_()))
             return GradientMark.on(self)
 

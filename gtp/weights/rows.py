@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gtp.errors import GTPValueError
 from gtp.runtime.held import mark_of
 from gtp.weights.layout import ShardLayout
 from gtp.weights.rules import apply, call_plain, needs_full, plain_access
@@ -96,7 +97,7 @@ class ShardRows(LocalShard, torch.Tensor):
         if name == "__get__":
             return _get(func, args)
         if name in ("__set__", "__delete__"):
-            return call_plain(func, args, {})
+            return _set(func, args)
         return apply(func, name, args, kwargs or {})
 
     # torch >= 2.14 looks here for the global size when it loads
@@ -132,6 +133,16 @@ class ShardRows(LocalShard, torch.Tensor):
         layout = self.origin.layout
         start, stop = layout.row_range()
         return f"ShardRows({self.origin.name!r}, rows {start}:{stop} of {layout.logical_shape}, {self.shard!r})"
+
+
+def _set(func: Any, args: tuple[Any, ...]) -> Any:
+    rows: ShardRows = args[0]
+    if getattr(getattr(func, "__self__", None), "__name__", "") == "data" and args[1].shape != rows.origin.shape:
+        raise GTPValueError(
+            f"{rows.label} have the shape {rows.origin.shape}, got .data of shape {tuple(args[1].shape)}; to write "
+            "full weights use gtp.full_weights(model, write=True)"
+        )
+    return call_plain(func, args, {})
 
 
 def _get(func: Any, args: tuple[Any, ...]) -> Any:

@@ -178,3 +178,23 @@ def test_foreign_linears_pass_without_the_flag_and_adapters_pass_with_it(ranks: 
         assert [n for n in sharded if "linear_fc1" in n] == [
             f"decoder.layers.{i}.mlp.linear_fc1.base.weight" for i in (0, 1)
         ]
+
+
+def heads_of_a_users_own() -> None:
+    """No layer spec says what they are."""
+    from megatron.core.transformer.module import MegatronModule
+
+    class Head(MegatronModule):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.value_proj = torch.nn.Linear(16, 1)
+            self.patch_proj = torch.nn.Conv2d(3, 4, 2)
+            self.linear_attn_bias = torch.nn.Embedding(8, 2)
+
+    case = Case(gtp=2)
+    with environment(case):
+        Head(model_config(case))
+
+
+def test_modules_that_no_spec_names_are_the_users_own_business(ranks: Any):
+    ranks(2).run(heads_of_a_users_own)

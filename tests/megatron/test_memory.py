@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -18,14 +17,7 @@ from gtp.runtime.process_group import ProcessGroupTransport
 from gtp.testing.memory import live_full_storages, saved_tensors
 from tests.megatron.test_parity import ORDER
 from tests.megatron.training import SEQ, VOCAB, Case, Job, bare_models, environment, model_config
-
-
-def settled(count: Callable[[], int], wanted: int) -> int:
-    """`count()`, asked again for a while: gloo's threads let go of a finished collective a moment late."""
-    until = time.monotonic() + 10
-    while (found := count()) > wanted and time.monotonic() < until:
-        time.sleep(0.05)
-    return found
+from tests.weights.side_by_side import settled
 
 
 def held_by_steps() -> tuple[int, int, int, int]:
@@ -43,9 +35,9 @@ def held_by_steps() -> tuple[int, int, int, int]:
         third = count()
         for step in range(3, 12):
             job.step(step)
-        twelfth = settled(count, third)
+        twelfth = settled(count, lambda found: found <= third)
         gtp.megatron.runtime_of(job.chunks[0]).release()
-        return new, third, twelfth, settled(count, new)
+        return new, third, twelfth, settled(count, lambda found: found <= new)
 
 
 def test_a_weight_used_several_times_takes_no_more_memory_with_every_step(ranks: Any):
@@ -140,6 +132,25 @@ def test_a_half_frozen_model_trains_as_without_gtp(ranks: Any, options: dict[str
         assert max(abs(a - b) for a, b in zip(plain, losses, strict=True)) <= bound
         assert losses[-1] != losses[0]
         assert (changed, unchanged) == ([], [])
+
+
+def frozen_and_changed() -> None:
+    """An adapter that is merged, say, while a micro-batch is under way."""
+    case = Case(gtp=2)
+    with environment(case):
+        (model,) = bare_models(case, model_config(case))
+        frozen = next(p for name, p in model.named_parameters() if name.endswith("layers.1.mlp.linear_fc2.weight"))
+        frozen.requires_grad_(False)
+        ids = torch.arange(SEQ).remainder(VOCAB)[None]
+        loss = model(ids, ids, torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool).triu(1)).sum()
+        with torch.no_grad():
+            frozen.mul_(3)
+        with pytest.raises(gtp.GTPStateError, match=r"linear_fc2.*was changed in place between its forward and this"):
+            loss.backward()
+
+
+def test_a_frozen_weight_that_changes_before_backward_is_refused(ranks: Any):
+    ranks(2).run(frozen_and_changed)
 
 
 def gathers_by_step(recompute: str | None) -> list[dict[str, int]]:

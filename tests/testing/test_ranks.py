@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,12 +41,26 @@ def sum_of_ranks(scale: float, extra: int = 0) -> torch.Tensor:
 KEPT: list[object] = []
 
 
-def what_collection_sees() -> tuple[int, bool, bool]:
-    """How many objects; whether one of an earlier call is among them; whether one of this call is."""
-    earlier, mine = [*KEPT], [object()]
-    KEPT.append(mine)
+def what_collection_sees() -> tuple[int, bool]:
+    """How many objects; whether one of this call is among them."""
+    mine = [object()]
     seen = {id(o) for o in gc.get_objects()}
-    return len(seen), bool(earlier) and id(earlier[0]) in seen, id(mine) in seen
+    return len(seen), id(mine) in seen
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.me = self
+
+
+def keep_a_cycle() -> None:
+    KEPT.append(Cycle())
+
+
+def let_go_of_it() -> bool:
+    gone = weakref.ref(KEPT.pop())
+    gc.collect()
+    return gone() is None
 
 
 def who_am_i() -> tuple[int, int, int, int, int]:
@@ -101,11 +116,12 @@ def exit_on(bad: int) -> None:
         sys.exit("a script called inside a rank")
 
 
-def test_collections_look_only_at_what_a_function_makes(pool: RankPool) -> None:
-    for _ in range(2):
-        for objects, earlier, mine in pool.run(what_collection_sees):
-            assert objects < 10_000  # importing torch leaves more than 100,000
-            assert (earlier, mine) == (False, True)
+def test_collections_leave_out_what_imports_left(pool: RankPool) -> None:
+    for objects, mine in pool.run(what_collection_sees):
+        assert objects < 10_000  # importing torch leaves more than 100,000
+        assert mine
+    pool.run(keep_a_cycle)
+    assert pool.run(let_go_of_it) == [True, True]
 
 
 def test_results_come_by_rank(pool: RankPool) -> None:

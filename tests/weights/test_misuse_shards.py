@@ -291,3 +291,17 @@ def _one_rank():
 
 def test_a_group_of_one_is_the_plain_weight(ranks):
     ranks(2).run(_one_rank)
+
+
+def _data_of_another_shape():
+    """What the rows say of themselves stays true: lists of them are trusted by it."""
+    _, weight = _with_gradient()
+    for rows in (weight.grad, weight.detach(), weight.detach() * 2):
+        with pytest.raises(gtp.GTPValueError, match=r"have the shape \(5, 6\), got \.data of shape \(10, 6\)"):
+            rows.data = torch.zeros(10, 6)
+        rows.data = torch.ones(5, 6)
+        assert torch.equal(rows.shard, torch.ones(5, 6))
+
+
+def test_rows_take_no_data_of_another_shape(ranks):
+    ranks(2).run(_data_of_another_shape)
