@@ -2,7 +2,6 @@
 #
 #   make demo                    train a GPT on two ranks, without and with gtp, and compare
 #   make test                    the whole suite; TEST=path and ARGS='-k name' narrow it
-#   make test WORKERS=2          whole files side by side, each worker with ranks of its own
 #   make test TORCH=2.14.1       the same in a second environment with that torch (TORCH=latest: the newest)
 #   make test MEGATRON=0.19.0    and with that megatron-core
 #   make install                 the environment alone: .venv, about 5 GB
@@ -17,7 +16,6 @@ SHELL := /bin/bash
 EXTRAS := dev,megatron,hf,demo
 TEST ?= tests
 ARGS ?=
-WORKERS ?=
 BENCH ?= benchmarks/host_overhead.py
 RANKS ?= 2
 
@@ -33,7 +31,7 @@ STAMP := $(VENV)/.installed
 .PHONY: help install demo test lint format typecheck bench clean
 
 help:
-	@sed -n '3,11s/^# \{0,1\}//p' Makefile
+	@sed -n '3,10s/^# \{0,1\}//p' Makefile
 
 install: $(STAMP)
 
@@ -48,7 +46,7 @@ demo: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/pretrain_gpt.py $(ARGS)
 
 test: $(STAMP)
-	$(RUN) -m pytest $(TEST) $(if $(WORKERS),-n $(WORKERS) --dist loadfile) $(ARGS)
+	$(RUN) -m pytest $(TEST) $(ARGS)
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .
