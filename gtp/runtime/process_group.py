@@ -109,7 +109,9 @@ class ProcessGroupTransport(Transport):
         self._add(ticket)
 
     def _all_gather(self, group: WeightGroup, out: Sequence[torch.Tensor]) -> list[dist.Work]:
-        with self._one_collective(group, len(out)) as works:
+        # gloo coalesces gathers on the CPU, and none on GPUs
+        count = len(out) if self._gathers is None or self._is_nccl(group) else 1
+        with self._one_collective(group, count) as works:
             for member, full in zip(group.members, out, strict=True):
                 works.append(dist.all_gather_into_tensor(full, member.send, group=group.process_group, async_op=True))
         return works
