@@ -1,20 +1,26 @@
 """Megatron-Core with the flag on, on GPUs: what the CPU tests show, with real streams, bf16 and every transport.
 
-Two ranks take a GPU each, over NCCL, where there are two; else they share one, over gloo. A rank trains the same small
+Ranks take a GPU each, over NCCL, where there are enough; else they share them, over gloo. A rank trains the same small
 model without the flag and with it under each transport, at the same data.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib.util
 import os
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import gtp
 import gtp.megatron
+from gtp.runtime.runtime import gather_now
 from gtp.testing import ranks as inside
 from tests.megatron.test_flag import full_values
 from tests.megatron.training import Case, Job, bare_models, environment, model_config
@@ -50,14 +56,32 @@ CASES = {
 
 
 def take_gpu() -> None:
-    """This rank's GPU, which it may share."""
+    """This rank's GPU, which it may share with the ranks next to it."""
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    torch.cuda.set_device(inside.rank() % torch.cuda.device_count())
+    gpus, size = torch.cuda.device_count(), inside.world_size()
+    torch.cuda.set_device(inside.rank() * min(gpus, size) // size)
 
 
-def pool(ranks: Any) -> Any:
-    """Two ranks, over NCCL if each has a GPU."""
-    return ranks(2, backend="cpu:gloo,cuda:nccl") if torch.cuda.device_count() >= 2 else ranks(2)
+def pool(ranks: Any, size: int = 2) -> Any:
+    """Ranks, over NCCL if each has a GPU."""
+    return ranks(size, backend="cpu:gloo,cuda:nccl") if torch.cuda.device_count() >= size else ranks(size)
+
+
+@contextlib.contextmanager
+def bucket_by_bucket() -> Iterator[None]:
+    """Megatron's DistributedDataParallel reduces the buckets of a group in one collective, which gloo has no code for
+    on GPUs: here each bucket goes by itself."""
+    from megatron.core.distributed import param_and_grad_buffer
+
+    @contextlib.contextmanager
+    def one_by_one(group: Any, async_ops: bool = False) -> Iterator[None]:
+        assert not async_ops, "overlapped reductions would not be waited for"
+        yield
+
+    nccl = "nccl" in dist.get_backend_config(dist.group.WORLD)
+    replaced = mock.patch.object(param_and_grad_buffer, "_coalescing_manager", one_by_one)
+    with contextlib.nullcontext() if nccl else replaced:
+        yield
 
 
 def with_transport(case: Case, transport: str) -> Case:
@@ -161,32 +185,116 @@ TE = {
 }
 
 
+def values_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of every parameter and buffer of an unsharded model."""
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    return {name: value.clone() for name, value in state.items() if "_extra_state" not in name}
+
+
+def sharded_from(case: Case, state: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """Transformer Engine's layers draw shard by shard, so a sharded model starts from the unsharded one's values."""
+    (model,) = bare_models(case, model_config(case))
+    missing = model.load_state_dict(state, strict=False)
+    assert not missing.unexpected_keys
+    assert all("_extra_state" in name for name in missing.missing_keys)
+    return model
+
+
 def transformer_engine(case: Case) -> tuple[list[float], list[float], list[str]]:
-    """Its layers draw shard by shard, so the sharded model starts from the unsharded one's values."""
     take_gpu()
     with environment(case.unsharded()):
-        config = model_config(case.unsharded())
-        (model,) = bare_models(case.unsharded(), config)
-        state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-        state = {name: value.clone() for name, value in state.items() if "_extra_state" not in name}
+        (model,) = bare_models(case.unsharded(), model_config(case.unsharded()))
+        state = values_of(model)
         plain = memorized(case.unsharded(), [model])[0]
     with environment(case):
-        (model,) = bare_models(case, model_config(case))
-        missing = model.load_state_dict(state, strict=False)
-        assert not missing.unexpected_keys
-        assert all("_extra_state" in name for name in missing.missing_keys)
-        losses, _, names, _ = memorized(case, [model])
+        losses, _, names, _ = memorized(case, [sharded_from(case, state)])
     return plain, losses, names
 
 
-@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine")
+needs_te = pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine")
+
+
+@needs_te
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("model", TE)
 def test_transformer_engines_layers_follow_the_unsharded_model(ranks: Any, model: str, transport: str):
     case, sharded_names = TE[model]
-    if case.experts and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs: gloo gathers no several weights at once on GPUs")
     for plain, sharded, names in pool(ranks).run(transformer_engine, with_transport(case, transport), timeout=80):
         assert {n.removeprefix("decoder.layers.0.") for n in names if "layers.0" in n} == sharded_names
         assert plain[-1] < plain[0] - 0.5
         assert close(plain, sharded, BF16)
+
+
+EXPERTS: dict[str, Any] = {"experts": 4, "ep": 2, "cpu_init": False, "bf16": True, "grad_fp32": True}
+GROUPED: dict[str, Any] = {**EXPERTS, "te": True, "hidden": 256}
+EXPERT_PARALLEL = {
+    "ep2 egtp2": Case(**GROUPED, egtp=2),
+    "ep2 gtp2": Case(**GROUPED, gtp=2),
+    "ep2 egtp2 gtp4": Case(**GROUPED, egtp=2, gtp=4),
+    "ep2 egtp2, experts one by one": Case(**EXPERTS, egtp=2),
+}
+# A wgrad is rounded to bf16 (2^-9) from sums in another order; a wrong axis would be off by a factor
+OF_A_GRADIENT = 0.02
+
+
+@dataclasses.dataclass
+class Shown:
+    """What a rank saw of one model: its first gradients, whole, by name; losses, sharded weights and transport."""
+
+    gradients: dict[str, torch.Tensor]
+    losses: list[float]
+    sharded: list[str]
+    transport: str | None
+
+
+def shown(case: Case, model: torch.nn.Module) -> Shown:
+    """Within `environment(case)`."""
+    with bucket_by_bucket():
+        job = Job(case, [model])
+        job.step(0, update=False)
+        gradients = {}
+        for name, p in job.chunks[0].module.named_parameters():
+            grad = p.main_grad.detach().float()
+            if isinstance(p, gtp.megatron.MegatronGTPWeight):
+                grad = gather_now(grad.view(p.layout.shard_shape), p.group)[: p.layout.rows]
+            gradients[name] = grad.clone()
+        for _ in range(case.steps):
+            job.step(0)
+    runtimes = gtp.megatron.runtimes_of(job.chunks)
+    return Shown(gradients, job.losses, job.result().sharded, runtimes[0].stats().transport if runtimes else None)
+
+
+def expert_parallel(case: Case) -> tuple[Shown, dict[str, Shown], dict[str, float]]:
+    """Without the flag, and with it under each transport; the largest relative distance of each gradient."""
+    if torch.cuda.is_available():
+        take_gpu()
+    with environment(case.unsharded()):
+        (model,) = bare_models(case.unsharded(), model_config(case.unsharded()))
+        state = values_of(model)
+        plain = shown(case.unsharded(), model)
+    found, distances = {}, {}
+    for transport in TRANSPORTS if torch.cuda.is_available() else TRANSPORTS[:1]:
+        with environment(with_transport(case, transport)):
+            found[transport] = shown(case, sharded_from(case, state))
+        assert list(found[transport].gradients) == list(plain.gradients)
+        for name, grad in plain.gradients.items():
+            distance = float((found[transport].gradients[name] - grad).norm() / grad.norm())
+            distances[name] = max(distance, distances.get(name, 0.0))
+    return plain, found, distances
+
+
+@pytest.mark.parametrize("name", EXPERT_PARALLEL)
+def test_expert_parallel_ranks_shard_their_experts(ranks: Any, name: str):
+    """Four ranks: experts over two of them, each expert's weights over two, with an axis of its own."""
+    case = EXPERT_PARALLEL[name]
+    if case.te and importlib.util.find_spec("transformer_engine") is None:
+        pytest.skip("needs Transformer Engine")
+    experts = "linear_fc1.weight1" if case.te else "local_experts.1.linear_fc1.weight"
+    for plain, found, distances in pool(ranks, 4).run(expert_parallel, case, timeout=200):
+        assert max(distances.values()) < OF_A_GRADIENT, distances
+        assert plain.losses[-1] < plain.losses[0] - 0.5
+        for transport, sharded in found.items():
+            assert sharded.transport == transport
+            assert close(plain.losses, sharded.losses, BF16)
+            assert (f"decoder.layers.0.mlp.experts.{experts}" in sharded.sharded) == (case.egtp > 1)
+            assert ("decoder.layers.0.self_attention.linear_qkv.weight" in sharded.sharded) == (case.gtp > 1)
