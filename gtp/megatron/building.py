@@ -14,7 +14,7 @@ import collections
 import dataclasses
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
@@ -36,18 +36,24 @@ from gtp.weights.state_dict import hook_state_dict
 _ATTRIBUTE = "gtp_runtime"
 
 
-def root_under_construction(module: nn.Module) -> nn.Module:
-    """The outermost module whose constructor is running in this thread, or `module` if none is."""
-    root = module
+def under_construction() -> Iterator[nn.Module]:
+    """The modules whose constructors are running in this thread, innermost first. A module may come several times."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "__init__":
             owner = frame.f_locals.get("self")
             if isinstance(owner, nn.Module):
-                root = owner
+                yield owner
         if frame.f_back is None:
             break
         frame = frame.f_back
+
+
+def root_under_construction(module: nn.Module) -> nn.Module:
+    """The outermost module whose constructor is running in this thread, or `module` if none is."""
+    root = module
+    for owner in under_construction():
+        root = owner
     return root
 
 

@@ -1,7 +1,7 @@
 """Layers that compute with weights nobody gathers, refused where the model is built.
 
-`watch` has torch call `refuse_foreign` whenever a module becomes part of another one, so a layer of any spec, however
-deep, is seen the moment it is built, and one that is put in later when it is put in.
+`watch` has torch look whenever a module becomes part of another one, so a layer of any spec, however deep, is seen the
+moment it is built, and one that is put in later when it is put in.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from gtp.errors import UnsupportedError
+from gtp.megatron.building import under_construction
 from gtp.megatron.experts import gtp_axes
 from gtp.megatron.weight import MegatronGTPWeight
 
@@ -25,30 +26,51 @@ _LINEAR: Final = re.compile(r"linear_\w+|\w+_proj")
 _SHARDED_BY_MEGATRON: Final = ("megatron.core.tensor_parallel.", "megatron.core.extensions.transformer_engine")
 """Where Megatron defines the linears that hand their weights over when there is a GTP axis for them."""
 
+_EXPERTS: Final = "megatron.core.transformer.moe.experts"
+"""Where Megatron defines what holds experts, whose weights are for the expert axis."""
+
 
 def watch() -> RemovableHandle:
     """Has every model built from now on checked, while a GTP axis is up."""
 
     def registered(owner: nn.Module, name: str, module: nn.Module | None) -> None:
         if isinstance(module, nn.Module) and any(axis is not None and axis.size() > 1 for axis in gtp_axes()):
-            refuse_foreign(owner, name, module)
+            # a layer that is put in later has siblings that know
+            of_experts = any(map(_holds_experts, (owner, *under_construction()))) or any(
+                getattr(sibling, "is_expert", False) for sibling in owner.children()
+            )
+            _refuse_foreign(owner, name, module, of_experts)
 
     return register_module_module_registration_hook(registered)
 
 
-def refuse_foreign(owner: nn.Module, name: str, module: nn.Module) -> None:
+def refuse_foreign_in(model: nn.Module) -> None:
+    """Checks every layer of a model that was built while no GTP axis was up.
+
+    Raises:
+        UnsupportedError: as when it is built, see `watch`.
+    """
+    of_experts = {module for holder in model.modules() if _holds_experts(holder) for module in holder.modules()}
+    for owner in model.modules():
+        for name, module in owner.named_children():
+            _refuse_foreign(owner, name, module, owner in of_experts)
+
+
+def _refuse_foreign(owner: nn.Module, name: str, module: nn.Module, of_experts: bool) -> None:
     """Checks `module`, which is or becomes `owner.name`, if a layer spec says what `owner.name` is.
 
     Raises:
-        UnsupportedError: it computes with weights that it asks nobody to gather, or holds a linear's weight whole. The
-            message names it.
+        UnsupportedError: it computes with weights that it asks nobody to gather, or holds a linear's weight whole that
+            its axis, the dense or the expert one, is there to shard. The message names it.
     """
     where = f"{type(owner).__name__}.{name} is a {type(module).__name__}"
-    if _LINEAR.fullmatch(name) and name in _spec_fields(type(owner).__mro__):
+    axis = gtp_axes()[of_experts]
+    if axis is not None and axis.size() > 1 and _LINEAR.fullmatch(name) and name in _spec_fields(type(owner).__mro__):
         matrix = next((p for p in module.parameters() if p.dim() > 1), None)
         if matrix is not None and not any(_is_sharded_by_megatron(m) for m in module.modules()):
+            setting = f"{'expert_' if of_experts else ''}tensor_parallel_num_weight_shards"
             raise UnsupportedError(
-                f"{where}, which asks nobody to shard its weight: with tensor_parallel_num_weight_shards every rank "
+                f"{where}, which asks nobody to shard its weight: with {setting} every rank "
                 f"would hold all of {tuple(matrix.shape)}. Use ColumnParallelLinear or RowParallelLinear, or Megatron's"
                 " own layers over Transformer Engine's linears, in the layer spec"
             )
@@ -58,6 +80,10 @@ def refuse_foreign(owner: nn.Module, name: str, module: nn.Module) -> None:
             f"{where}: its operations read the weights of its linears as they are stored, and a rank stores a part. "
             "Build the layer spec with use_te_op_fuser=False"
         )
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    return any(base.__module__ == _EXPERTS for base in type(module).__mro__)
 
 
 def _spec_fields(kinds: tuple[type, ...]) -> frozenset[str]:

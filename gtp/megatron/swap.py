@@ -13,7 +13,7 @@ from torch import nn
 from gtp.config import GTPConfig
 from gtp.errors import GTPStateError, UnsupportedError
 from gtp.megatron import building
-from gtp.megatron.foreign import refuse_foreign
+from gtp.megatron.foreign import refuse_foreign_in
 from gtp.megatron.refusals import refuse_settings
 from gtp.megatron.tied import accept_supplied_weight
 from gtp.megatron.weight import MegatronGTPWeight
@@ -127,9 +127,7 @@ def _check(model: nn.Module, layers: Sequence[_Layer]) -> None:
             f"{type(model).__name__} holds no ColumnParallelLinear, RowParallelLinear or "
             "VocabParallelEmbedding"
         )
-    for owner in model.modules():
-        for name, module in owner.named_children():
-            refuse_foreign(owner, name, module)
+    refuse_foreign_in(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, MegatronGTPWeight):
             raise GTPStateError(f"{name} is sharded already: swap a model once")

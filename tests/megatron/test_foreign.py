@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+import gtp
 from tests.megatron import hybrid
 from tests.megatron.test_refusals import message
 from tests.megatron.training import Case, Job, bare_models, environment, model_config
@@ -129,7 +130,8 @@ REFUSALS: dict[str, tuple[Case, Callable[[Case], object], str]] = {
     "of_experts": (
         Case(gtp=2, egtp=2, experts=4),
         InTheSpec("submodules.mlp.experts.linear_fc1"),
-        r"UnsupportedError: MLP\.linear_fc1 is a PlainLinear, .*all of \(48, 32\)",
+        r"UnsupportedError: MLP\.linear_fc1 is a PlainLinear, .*with expert_tensor_parallel_num_weight_shards .*"
+        r"all of \(48, 32\)",
     ),
     "of_mtp": (
         Case(gtp=2, mtp=1),
@@ -155,6 +157,101 @@ def test_refused(ranks: Any, name: str):
     case, wrong, pattern = REFUSALS[name]
     for text in ranks(2).run(message, case, wrong):
         assert re.match(pattern, text), text
+
+
+EXPERTS_ALONE = Case(ep=2, egtp=2, experts=4, shared_expert=True, steps=2)
+DENSE_ALONE = Case(gtp=2, experts=4, shared_expert=True, steps=2)
+
+OF_ONE_AXIS: dict[str, tuple[int, Case, Callable[[Case], object], str]] = {
+    "of experts, on their axis": (4, EXPERTS_ALONE, InTheSpec("submodules.mlp.experts.linear_fc2"), r"\(32, 24\)"),
+    "of a shared expert, on the dense axis": (
+        2,
+        DENSE_ALONE,
+        InTheSpec("submodules.mlp.shared_experts.linear_fc1"),
+        r"\(48, 32\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_AXIS)
+def test_refused_by_the_axis_that_is_there_to_shard_it(ranks: Any, name: str):
+    """C91, C92."""
+    size, case, wrong, shape = OF_ONE_AXIS[name]
+    setting = "expert_tensor_parallel_num_weight_shards" if case.egtp > 1 else "tensor_parallel_num_weight_shards"
+    for text in ranks(size).run(message, case, wrong):
+        assert re.search(f" is a PlainLinear, .*: with {setting} every rank would hold all of {shape}", text), text
+
+
+PASSES: dict[str, tuple[int, Case, str]] = {
+    "attention's beside sharded experts": (4, EXPERTS_ALONE, "submodules.self_attention.linear_proj"),
+    "a shared expert's beside sharded experts": (4, EXPERTS_ALONE, "submodules.mlp.shared_experts.linear_fc1"),
+    "experts' beside dense weights": (2, DENSE_ALONE, "submodules.mlp.experts.linear_fc1"),
+}
+
+
+def trained_with(case: Case, where: str) -> tuple[list[float], list[float], list[str]]:
+    """Losses without and with the flag of a model with a foreign linear, and what is sharded then."""
+    results = []
+    for each in (case.unsharded(), case):
+        with environment(each):
+            job = Job(each, [InTheSpec(where)(each)])
+            for step in range(each.steps):
+                job.step(step)
+            results.append(job.result())
+    plain, sharded = results
+    return plain.losses, sharded.losses, sharded.sharded
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_what_no_axis_would_shard_trains_as_without_the_flag(ranks: Any, name: str):
+    size, case, where = PASSES[name]
+    for plain, losses, sharded in ranks(size).run(trained_with, case, where):
+        # wgrads of the sharded weights are added in another order
+        assert losses == pytest.approx(plain, rel=0, abs=2e-6)
+        assert losses[1] != losses[0]
+        assert any(".local_experts." in weight for weight in sharded) == (case.egtp > 1)
+        assert any(".self_attention." in weight for weight in sharded) == (case.gtp > 1)
+
+
+def a_linear_put_into(case: Case, expert: bool) -> str:
+    """What is said to a foreign linear that a built model is given."""
+    with environment(case):
+        (model,) = bare_models(case, model_config(case))
+        mlp = model.decoder.layers[0].mlp
+        mlp = mlp.experts.local_experts[0] if expert else mlp.shared_experts
+        try:
+            mlp.linear_fc2 = PlainLinear(24, 32)
+        except gtp.UnsupportedError as error:
+            return str(error)
+    return "nothing was refused"
+
+
+def test_what_is_put_in_later_is_judged_by_its_axis_too(ranks: Any):
+    for pool, case in ((ranks(2), DENSE_ALONE), (ranks(4), EXPERTS_ALONE)):
+        for expert in (True, False):
+            for text in pool.run(a_linear_put_into, case, expert):
+                assert ("is a PlainLinear" in text) == (expert == (case.egtp > 1)), text
+
+
+def swapped(of_an_expert: bool) -> str:
+    """What is said to a model that was built without the flag, with a foreign linear, and is sharded by dense axis."""
+    case = DENSE_ALONE
+    with environment(case.unsharded()):
+        (model,) = bare_models(case.unsharded(), model_config(case.unsharded()))
+        mlp = model.decoder.layers[0].mlp
+        (mlp.experts.local_experts[0] if of_an_expert else mlp.shared_experts).linear_fc2 = PlainLinear(24, 32)
+    with environment(case):
+        try:
+            gtp.megatron.swap_parameters(model)
+        except gtp.UnsupportedError as error:
+            return str(error)
+    return "nothing was refused"
+
+
+def test_swapped_models_are_judged_axis_by_axis(ranks: Any):
+    assert ranks(2).run(swapped, True) == ["nothing was refused"] * 2
+    for text in ranks(2).run(swapped, False):
+        assert text.startswith("SharedExpertMLP.linear_fc2 is a PlainLinear"), text
 
 
 def linears_that_pass() -> tuple[list[float], list[float], list[str]]:
