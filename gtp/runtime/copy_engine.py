@@ -213,7 +213,12 @@ class CopyEngineTransport(Transport):
         if plan.domain not in self._open:
             raise GTPStateError(f"{group.name}: gathered outside of a line, where peers may be writing their shards")
         addresses = [tensor.data_ptr() for tensor in out]
-        waits = self._start_of_gather(driver, after)
+        # Events from before a capture may not be waited for inside it, and need not be: a capture begins with an idle
+        # device. The current stream stands for the others, and brings the side streams into the capture.
+        fork = self._events.take() if driver.capture() else None
+        if fork is not None:
+            driver.record(fork, driver.current_stream())
+        waits = [event.cuda_event for event in after] if fork is None else [fork]
         events = []
         for stream, copies in plan.lanes:
             for event in waits:
@@ -223,17 +228,9 @@ class CopyEngineTransport(Transport):
             done = self._events.take()
             driver.record(done, stream)
             events.append(done)
+        if fork is not None:
+            self._events.give(fork)  # not before: a lane would record it anew, and the next lane wait for that
         return Ticket(events)
-
-    def _start_of_gather(self, driver: Driver, after: Sequence[torch.cuda.Event]) -> list[int]:
-        if not driver.capture():
-            return [event.cuda_event for event in after]
-        # Events from before the capture may not be waited for inside it, and need not be: a capture begins with an idle
-        # device. The current stream stands for the others, and brings the side streams into the capture.
-        fork = self._events.take()
-        driver.record(fork, driver.current_stream())
-        self._events.give(fork)
-        return [fork]
 
     def finish_gather(self, ticket: Ticket) -> None:
         self._events.finish(ticket)

@@ -264,16 +264,24 @@ class ReplicatedGradients:
             names = ", ".join(c.entry.name for c in batch)
             for process_group in process_groups:
                 self._transport.agree(process_group, f"reduce the gradients of {names}")
-            flat = torch.cat([_as_real(c.grad).reshape(-1).to(wide) for c in batch])
+            grads = [_as_real(c.grad).reshape(-1) for c in batch]
+            flat = torch.empty(sum(grad.numel() for grad in grads), dtype=wide, device=grads[0].device)
+            _copy_all(flat.split([grad.numel() for grad in grads]), grads)
             started.append((flat, batch, process_groups, self._transport.start_all_reduce(flat, process_groups)))
         for flat, batch, process_groups, ticket in started:
             self._transport.finish_all_reduce(ticket)
             if self._mean:
                 flat /= math.prod(group.size() for group in process_groups)
-            for c, reduced in zip(batch, flat.split([_as_real(c.grad).numel() for c in batch]), strict=True):
-                shaped = reduced.view(_as_real(c.grad).shape)
-                shaped = torch.view_as_complex(shaped) if c.grad.is_complex() else shaped
-                c.grad = shaped.to(c.parameter.dtype, copy=True)
+            for c in batch:
+                c.grad = torch.empty_like(c.grad, dtype=c.parameter.dtype, memory_format=torch.contiguous_format)
+            grads = [_as_real(c.grad).view(-1) for c in batch]
+            _copy_all(grads, flat.split([grad.numel() for grad in grads]))
+
+
+def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """One kernel for all on a GPU, where one each would end most backwards with a row of very small ones."""
+    with torch.no_grad():
+        torch._foreach_copy_(list(targets), list(sources))
 
 
 def _as_real(grad: torch.Tensor) -> torch.Tensor:

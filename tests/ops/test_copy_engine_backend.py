@@ -260,6 +260,26 @@ def test_graphs_and_eager_code_take_turns(size, serial, seed, between):
                 t.copy_(value)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_stream_that_multiplies_waits_for_no_signal(size):
+    """A peer's signal takes a stream longer than an event does, and this stream's next GEMM would wait that long."""
+    with sizes(split=True):
+        ranks = Ranks(size)
+        program(ranks)  # warm-up
+        eager = [op for (rank, stream), queue in ranks.machine.queues.items() for op in queue if _is_main(ranks, stream)]
+        ranks.finish(0)
+        captured = [node for graph in capture(ranks, lambda: program(ranks, 40)) for node in graph.nodes]
+        in_graph = [node for node in captured if _is_main(ranks, node.stream)]
+    for operations in (eager, in_graph):
+        assert sum("sum_of_products" in op.what for op in operations) == size * size * 3
+        assert not [op.what for op in operations if op.what.startswith("flag")]
+    assert any(node.what.startswith("flag") for node in captured)
+
+
+def _is_main(ranks: Ranks, stream: int) -> bool:
+    return stream in [driver.main for driver in ranks.drivers]
+
+
 def test_a_capture_that_would_grow_the_workspace_is_refused():
     ranks = Ranks(2)
     ranks.gather(1, 2, 2, [3], whole=True)

@@ -31,6 +31,7 @@ class Operation:
     run: Callable[[], object]
     ready: Callable[[], bool] = lambda: True
     after: list[Operation] = dataclasses.field(default_factory=list)  # within a graph
+    stream: int = 0  # likewise
 
 
 @dataclasses.dataclass(eq=False)
@@ -247,6 +248,7 @@ class SimulatedDriver:
         if capture is not None and stream in capture.tails:
             tail = capture.tails[stream]
             operation.after = [] if tail is None else [tail]
+            operation.stream = stream
             capture.nodes.append(operation)
             capture.tails[stream] = operation
             return
@@ -265,6 +267,11 @@ class SimulatedDriver:
 
     def begin_capture(self) -> None:
         self._capture = _Capture(self.machine.handle(), {self.main: None})
+
+    @property
+    def captured(self) -> list[Operation]:
+        """What the running capture holds so far."""
+        return [] if self._capture is None else self._capture.nodes
 
     def end_capture(self) -> Graph:
         capture, self._capture = self._capture, None

@@ -17,13 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gtp.errors import GTPStateError
-from gtp.runtime import copy_engine
+from gtp.runtime import copy_engine, copy_plans
 from gtp.runtime.copy_engine import CopyEngineTransport
 from gtp.runtime.group import Member, WeightGroup
 from tests.runtime.simulated_streams import (
     Deadlock,
     FakeGroup,
     Machine,
+    Operation,
     SimulatedAdder,
     SimulatedDriver,
 )
@@ -226,6 +227,42 @@ def test_a_graph_of_a_whole_step_replays_and_mixes_with_eager_steps(serial: bool
                 assert torch.equal(grads[me.rank][step, group.index, 0], want)
         last = me.seen[-1]
         assert torch.equal(last[0], expected_full(me.groups[0], 0, over[0], 4))
+
+
+def _before(node: Operation) -> set[int]:
+    """All that a graph runs before a node."""
+    found: set[int] = set()
+    todo = list(node.after)
+    while todo:
+        earlier = todo.pop()
+        if id(earlier) not in found:
+            found.add(id(earlier))
+            todo.extend(earlier.after)
+    return found
+
+
+def test_in_a_graph_a_ranks_own_shard_is_copied_beside_those_of_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are on streams of their own; neither waits for the other, gather after gather."""
+    monkeypatch.setattr(copy_plans, "SPLIT_BYTES", 0)
+    (me, _) = make_ranks(Machine(2), [(0, 1)] * 3, [[(30, 20)]] * 3)
+    me.driver.begin_capture()
+    me.transport.open(me.groups)
+    tickets, copies = [], []
+    for group in me.groups:
+        before = len(me.driver.captured)
+        tickets.append(me.gather(group))
+        copies.append([node for node in me.driver.captured[before:] if node.what.startswith("copy")])
+    for ticket, outs in tickets:
+        me.use(ticket, outs)
+    me.transport.close()
+    me.driver.end_capture()
+    for gathered in copies:
+        streams = {node.stream for node in gathered}
+        assert len(gathered) == 4  # a copy is simulated in two pieces
+        assert len(streams) == 2
+        for node in gathered:
+            others = {id(other) for other in gathered if other.stream != node.stream}
+            assert not others & _before(node)
 
 
 @given(seed=st.integers(0, 2**31))
