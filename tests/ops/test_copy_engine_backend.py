@@ -266,7 +266,8 @@ def test_the_stream_that_multiplies_waits_for_no_signal(size):
     with sizes(split=True):
         ranks = Ranks(size)
         program(ranks)  # warm-up
-        eager = [op for (rank, stream), queue in ranks.machine.queues.items() for op in queue if _is_main(ranks, stream)]
+        queues = ranks.machine.queues
+        eager = [op for (_, stream), queue in queues.items() for op in queue if _is_main(ranks, stream)]
         ranks.finish(0)
         captured = [node for graph in capture(ranks, lambda: program(ranks, 40)) for node in graph.nodes]
         in_graph = [node for node in captured if _is_main(ranks, node.stream)]
