@@ -18,6 +18,7 @@ from gtp.megatron import building
 from gtp.megatron.checkpoint import sharded_tensors
 from gtp.megatron.experts import refuse_overlapping_axes
 from gtp.megatron.refusals import refuse_settings
+from gtp.megatron.saved_tensors import refuse_hooks_around
 from gtp.megatron.tied import accept_supplied_weight
 from gtp.megatron.weight import MegatronGTPWeight
 from gtp.weights.layout import ShardLayout
@@ -171,6 +172,7 @@ class Wrapping:
                     f"{layout.shard_rows}"
                 )
             shards.append((layout, shard))
+        refuse_hooks_around(module)
         for weight in self._adopt(module, names, shards, gtp_remat_group, grouped=is_grouped):
             weight.clear_padding()
 

@@ -13,6 +13,7 @@ import dataclasses
 import importlib
 import re
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Final, get_args
 
@@ -20,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gtp.config import GTPConfig
 from gtp.errors import GTPStateError, GTPValueError, MissingExtraError, UnsupportedError
-from gtp.megatron import checkpoint, foreign, frozen, refusals, tp_linear, whole_matrix
+from gtp.megatron import checkpoint, foreign, frozen, refusals, saved_tensors, tp_linear, whole_matrix
 from gtp.megatron.api import names_behind_the_flag
 from gtp.megatron.surface import API, BOUND_AT_IMPORT, WRAPPED, WRAPPED_METHODS
 from gtp.ops.collective_backends import BackendName
@@ -91,7 +92,9 @@ def install(config: GTPConfig | None = None, *, tp_gemm_backend: BackendName | N
         module = sys.modules.get(bound.module)
         if module is not None:
             replaced += [_replace(module, name, names[name]) for name in bound.names]
-    wrappers = {**checkpoint.WRAPPERS, **frozen.WRAPPERS, **refusals.WRAPPERS, **whole_matrix.WRAPPERS}
+    wrappers: dict[str, Callable[[Any], Any]] = {}
+    for room in (checkpoint, frozen, refusals, saved_tensors, whole_matrix):
+        wrappers |= room.WRAPPERS
     for entry in WRAPPED:
         defined_in = importlib.import_module(entry.module)
         wrapped = wrappers[entry.name](getattr(defined_in, entry.name))

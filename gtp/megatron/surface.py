@@ -35,7 +35,7 @@ class BoundAtImport:
 
 @dataclasses.dataclass(frozen=True)
 class Wrapped:
-    """A function of Megatron that gtp stands before, for sharded weights only.
+    """A function, or a class with functions, of Megatron that gtp stands before, for sharded weights only.
 
     Attributes:
         name: Of the function.
@@ -152,6 +152,7 @@ WRAPPED: Final = (
         "apply_swiglu_sharded_factory", "megatron.core.transformer.mlp", ("megatron.core.transformer.moe.experts",)
     ),
     Wrapped("linear_with_frozen_weight", "megatron.core.tensor_parallel.layers", ()),
+    Wrapped("LinearWithGradAccumulationAndAsyncCommunication", "megatron.core.tensor_parallel.layers", ()),
     Wrapped("_create_emerging_optimizer", "megatron.core.optimizer.emerging_optimizers", ("megatron.core.optimizer",)),
     Wrapped("_get_megatron_optimizer_based_on_param_groups", "megatron.core.optimizer", ()),
     Wrapped("_get_megatron_emerging_optimizer", "megatron.core.optimizer", ()),
