@@ -29,7 +29,8 @@ def breakdown(traces: Sequence[Sequence[Event]]) -> dict[str, Any]:
     """Milliseconds per operation, medians over traces, and kernels by name."""
     accounts = [account(events) for events in traces]
     row: dict[str, Any] = {}
-    for key in ("step_ms", "compute_ms", "copy_ms", "copy_exposed_ms", "collective_exposed_ms", "idle_ms"):
+    kinds = ("copy_ms", "copy_exposed_ms", "local_copy_ms", "local_copy_exposed_ms", "collective_exposed_ms")
+    for key in ("step_ms", "compute_ms", *kinds, "idle_ms"):
         row[key.replace("step", "trace")] = round(statistics.median(a.get(key, 0.0) for a in accounts) / REPEATS, 4)
     total: dict[str, list[float]] = defaultdict(list)
     for event in traces[len(traces) // 2]:
@@ -83,7 +84,7 @@ def run(device: torch.device, args: argparse.Namespace) -> None:
                 step = lambda call=call, backend=backend: call(backend)  # noqa: E731
                 rows.append({"case": case.name, "mode": mode, "impl": name, **measure(step, device, args.rounds)})
         columns = ["impl", "mode", "host_us", "eager_ms", "graph_ms", "trace_ms", "compute_ms", "copy_ms",
-                   "copy_exposed_ms", "collective_exposed_ms", "idle_ms"]  # fmt: skip
+                   "copy_exposed_ms", "local_copy_exposed_ms", "collective_exposed_ms", "idle_ms"]  # fmt: skip
         common.say(case.name)
         common.say(common.table([row for row in rows if row["case"] == case.name], columns))
     for row in rows:

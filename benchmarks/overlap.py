@@ -1,10 +1,11 @@
 """How much of each copy and reduction ran beside compute, and how much of it the step had to wait for. Two GPUs.
 
-    python -m benchmarks.overlap --tokens 2048
+    python -m benchmarks.overlap --cases llama --tokens 2048
 
-Profiles a few steps of the llama-like stack under the copy engine, sorts what the GPU did into compute, copies (of
-gathers and reductions), additions and collectives, and counts for each how long it ran, how much of that lay under
-compute, and how long it ran without any (exposed). Writes the numbers as JSON and one step as a picture.
+Profiles a few steps of the models of `benchmarks.step` under the copy engine, sorts what the GPU did into compute,
+copies between GPUs, copies on one GPU (of a rank's own shard into the gathered weight), additions and collectives, and
+counts for each how long it ran, how much of that lay under compute, and how long it ran without any (exposed). Writes
+the numbers as JSON and one step as a picture.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import torch
 
 import gtp
 from benchmarks import common, step
-from benchmarks.models import LLAMA, TINY
+from benchmarks.models import LLAMA, MOE, TINY, TINY_MOE
+
+MODELS = {"llama": (LLAMA, TINY), "moe": (MOE, TINY_MOE)}
 
 Span = tuple[float, float]
 
@@ -39,9 +42,11 @@ class Event:
 
 
 def kind_of(name: str, category: str) -> str:
-    """Compute, or what kind of communication."""
-    if category in ("gpu_memcpy", "gpu_memset"):
+    """Compute, or what kind of communication. In graphs, large copies on one GPU are kernels of the driver."""
+    if "Memcpy PtoP" in name:
         return "copy"
+    if "Memcpy DtoD" in name or name.startswith("memcpy"):
+        return "local_copy"
     if "fused_add_kernel" in name:
         return "addition"
     if "nccl" in name.lower():
@@ -90,21 +95,11 @@ def common_part(a: Sequence[Span], b: Sequence[Span]) -> list[Span]:
     return found
 
 
-def account(events: Sequence[Event], main_stream: int | None = None) -> dict[str, float]:
-    """Milliseconds per kind: busy, under compute, exposed (it runs and no compute does); and the idle rest.
-
-    Copies on the stream of the compute are the model's own, and count as compute.
-    """
-    if main_stream is None:
-        times: dict[int, float] = {}
-        for e in events:
-            if e.kind == "compute":
-                times[e.stream] = times.get(e.stream, 0.0) + e.end - e.start
-        main_stream = max(times, key=lambda s: times[s], default=0)
+def account(events: Sequence[Event]) -> dict[str, float]:
+    """Milliseconds per kind: busy, under compute, exposed (it runs and no compute does); and the idle rest."""
     spans: dict[str, list[Span]] = {}
     for e in events:
-        kind = "compute" if e.stream == main_stream and e.kind != "collective" else e.kind
-        spans.setdefault(kind, []).append((e.start, e.end))
+        spans.setdefault(e.kind, []).append((e.start, e.end))
     compute = union(spans.pop("compute", []))
     result = {"compute_ms": length(compute) / 1e3}
     for kind, those in spans.items():
@@ -129,7 +124,9 @@ def picture(events: Sequence[Event], path: pathlib.Path, title: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    colors = {"compute": "#9aa5b1", "copy": "#2a9d8f", "addition": "#e76f51", "collective": "#7b2cbf"}
+    colors = {
+        "compute": "#9aa5b1", "copy": "#2a9d8f", "local_copy": "#e9c46a", "addition": "#e76f51", "collective": "#7b2cbf"
+    }  # fmt: skip
     streams = sorted({e.stream for e in events}, key=lambda s: min(e.start for e in events if e.stream == s))
     begin = min(e.start for e in events)
     figure, axes = pyplot.subplots(figsize=(16, 0.6 * len(streams) + 1.6))
@@ -169,34 +166,41 @@ def profile(run_step: Any, steps: int, device: torch.device) -> list[list[Event]
     return found
 
 
-def run(device: torch.device, args: argparse.Namespace) -> None:
-    sizes = TINY if args.tiny else LLAMA
+def measure(case: str, tokens: int, impl: str, device: torch.device, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One model under one kind of sharding: a row for eager code and, of the copy engine, one for a graph."""
+    sizes = MODELS[case][args.tiny]
+    variant = step.build(impl, sizes, device, args, tokens)
+    run_step, _ = step.step_of(variant.model, sizes, tokens, device)
+    modes = {} if args.graphs_only else {"eager": run_step}
+    if "copy_engine" in impl and not args.no_graphs:
+        modes["graphed"] = step.graphed(run_step, device)
     rows = []
-    for tokens in (int(t) for t in args.tokens.split(",")):
-        for impl in args.impls.split(","):
-            variant = step.build(impl, sizes, device, args, tokens)
-            run_step, _ = step.step_of(variant.model, sizes, tokens, device)
-            modes = {"eager": run_step}
-            if "copy_engine" in impl and not args.no_graphs:
-                modes["graphed"] = step.graphed(run_step, device)
-            for mode, call in modes.items():
-                call()
-                steps = profile(call, 3 if args.quick else 7, device)
-                accounts = [account(events) for events in steps]
-                middle = sorted(range(len(steps)), key=lambda i: accounts[i]["step_ms"])[len(steps) // 2]
-                row: dict[str, Any] = {"case": f"llama {tokens}", "impl": impl, "mode": mode}
-                for key in accounts[middle]:
-                    row[key] = round(statistics.median(a.get(key, 0.0) for a in accounts), 4)
-                rows.append(row)
-                if common.is_main():
-                    out = args.out.parent if args.out else common.RESULTS
-                    out.mkdir(parents=True, exist_ok=True)
-                    file = out / f"overlap_{impl.replace(' ', '_').replace(',', '')}_{tokens}_{mode}.png"
-                    picture(steps[middle], file, f"{impl}, {tokens} tokens per rank, {mode}: one step on rank 0")
-            del variant, run_step, modes
+    for mode, call in modes.items():
+        call()
+        steps = profile(call, 3 if args.quick else 7, device)
+        accounts = [account(events) for events in steps]
+        middle = sorted(range(len(steps)), key=lambda i: accounts[i]["step_ms"])[len(steps) // 2]
+        row: dict[str, Any] = {"case": f"{case} {tokens}", "impl": impl, "mode": mode}
+        for key in accounts[middle]:
+            row[key] = round(statistics.median(a.get(key, 0.0) for a in accounts), 4)
+        rows.append(row)
+        if common.is_main():
+            out = args.out.parent if args.out else common.RESULTS
+            out.mkdir(parents=True, exist_ok=True)
+            file = out / f"overlap_{case}_{impl.replace(' ', '_').replace(',', '')}_{tokens}_{mode}.png"
+            picture(steps[middle], file, f"{case}, {impl}, {tokens} tokens per rank, {mode}: one step on rank 0")
+    return rows
+
+
+def run(device: torch.device, args: argparse.Namespace) -> None:
+    rows = []
+    for case in args.cases.split(","):
+        for tokens in (int(t) for t in args.tokens.split(",")):
+            for impl in args.impls.split(","):
+                rows += measure(case, tokens, impl, device, args)
     columns = [
         "case", "impl", "mode", "step_ms", "compute_ms", "copy_ms", "copy_hidden_share", "copy_exposed_ms",
-        "addition_ms", "addition_hidden_share", "not_compute_ms", "idle_ms",
+        "local_copy_ms", "local_copy_exposed_ms", "addition_ms", "addition_hidden_share", "not_compute_ms", "idle_ms",
     ]  # fmt: skip
     common.say(common.table(rows, columns))
     common.write("overlap", device, rows, args)
@@ -209,6 +213,8 @@ def main() -> None:
     parser.add_argument("--reduce-sms", type=int, default=gtp.GTPConfig().reduce_sms)
     parser.add_argument("--prefetch-mb", type=int, default=None)
     parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--graphs-only", action="store_true")
+    parser.set_defaults(cases="llama,moe")
     args = parser.parse_args()
     if args.device == "cpu":
         parser.error("the trace of a GPU is what this is about; there is none")

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 
 from benchmarks.collective_breakdown import breakdown
 from benchmarks.collective_gemm import page
 from benchmarks.overlap import Event
+from tests.processes import Ended
 
 
-@pytest.mark.timeout(200)
-def test_it_runs_on_the_cpu(tmp_path: pathlib.Path) -> None:
-    out = tmp_path / "collective_gemm.json"
-    command = [sys.executable, "-m", "benchmarks.collective_gemm", "--device", "cpu", "--tiny", "--quick"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--out", str(out)], env=env, capture_output=True, text=True, timeout=180, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(out.read_text())
+@pytest.mark.process(
+    "-m", "benchmarks.collective_gemm", "--device", "cpu", "--tiny", "--quick", "--out", "{folder}/collective_gemm.json"
+)
+def test_it_runs_on_the_cpu(process: Ended) -> None:
+    result = json.loads((process.folder / "collective_gemm.json").read_text())
     assert result["benchmark"] == "collective_gemm"
     assert result["command"].startswith("python -m benchmarks.collective_gemm --device cpu --tiny")
     rows = result["rows"]

@@ -5,10 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -18,6 +14,7 @@ from benchmarks import megatron_gpt
 from gtp.runtime.runtime import GTPRuntime
 from gtp.testing.megatron_cpu import megatron_on_cpu
 from gtp.weights.parameter import GTPWeight
+from tests.processes import Ended
 
 
 def living() -> dict[str, int]:
@@ -46,19 +43,11 @@ def test_a_variant_leaves_nothing_to_the_next(ranks: Any):
         assert after == before
 
 
-@pytest.mark.timeout(300)
-def test_loss_curves_of_all_variants_lie_over_each_other(tmp_path: pathlib.Path):
-    out = tmp_path / "curves.json"
-    command = [sys.executable, "-m", "benchmarks.megatron_gpt", "--device", "cpu", "--tiny", "--steps", "12"]
-    done = subprocess.run(
-        [*command, "--out", str(out)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+@pytest.mark.process(
+    "-m", "benchmarks.megatron_gpt", "--device", "cpu", "--tiny", "--steps", "12", "--out", "{folder}/curves.json"
+)
+def test_loss_curves_of_all_variants_lie_over_each_other(process: Ended):
+    out = process.folder / "curves.json"
     result = json.loads(out.read_text())
     assert result["command"].startswith("python -m benchmarks.megatron_gpt --device cpu --tiny --steps 12")
     losses = result["losses"]

@@ -24,7 +24,8 @@ STEP = trace(
     ("Memcpy PtoP", "gpu_memcpy", 20, 200, 400),  # all beside the first GEMM
     ("Memcpy PtoP", "gpu_memcpy", 21, 900, 400),  # a quarter of it
     ("fused_add_kernel", "kernel", 22, 1900, 300),  # a third beside the second
-    ("Memcpy DtoD", "gpu_memcpy", 7, 2000, 0),
+    ("Memcpy DtoD", "gpu_memcpy", 7, 1100, 100),  # exposed but for the copy between GPUs, which hides nothing
+    ("memcpy128", "kernel", 23, 900, 200),  # half of it beside the first GEMM
     ("cudaLaunchKernel", "cuda_runtime", 1, 0, 5000),  # the host's, no matter
 )
 
@@ -34,6 +35,8 @@ def test_each_kind_is_split_into_hidden_and_exposed() -> None:
     assert result["compute_ms"] == pytest.approx(1.5)
     assert (result["copy_ms"], result["copy_hidden_ms"], result["copy_exposed_ms"]) == (0.8, 0.5, 0.3)
     assert result["copy_hidden_share"] == pytest.approx(0.625)
+    local = [result[f"local_copy_{what}"] for what in ("ms", "hidden_ms", "exposed_ms")]
+    assert local == pytest.approx([0.3, 0.1, 0.2])
     assert (result["addition_ms"], result["addition_hidden_ms"]) == (0.3, 0.1)
     assert result["step_ms"] == pytest.approx(2.2)
     assert result["not_compute_ms"] == pytest.approx(0.7)

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 
+from tests.processes import Ended
 
-@pytest.mark.timeout(200)
-def test_it_runs_on_the_cpu(tmp_path: pathlib.Path) -> None:
-    out = tmp_path / "step.json"
-    command = [sys.executable, "-m", "benchmarks.step", "--device", "cpu", "--tiny", "--quick", "--cases", "llama 32"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--out", str(out)], env=env, capture_output=True, text=True, timeout=180, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(out.read_text())
+
+@pytest.mark.process(
+    "-m",
+    "benchmarks.step",
+    "--device",
+    "cpu",
+    "--tiny",
+    "--quick",
+    "--cases",
+    "llama 32",
+    "--out",
+    "{folder}/step.json",
+)
+def test_it_runs_on_the_cpu(process: Ended) -> None:
+    result = json.loads((process.folder / "step.json").read_text())
     assert result["benchmark"] == "step"
     assert result["command"].startswith("python -m benchmarks.step --device cpu --tiny")
     assert result["environment"]["ranks"] == 2
