@@ -26,7 +26,7 @@ for name in ${*:-tests step moe overlap collective_gemm megatron_gpt megatron_cu
     tests) part tests 400 "$python" -m pytest -m gpu -q -p no:cacheprovider tests ;;
     step) part step 400 "$python" -m benchmarks.step --cases llama --out "$out/step.json" ;;
     moe) part moe 200 "$python" -m benchmarks.step --cases moe --tokens 4096,1024 --out "$out/step_moe.json" ;;
-    overlap) part overlap 150 "$python" -m benchmarks.overlap --graphs-only --out "$out/overlap.json" ;;
+    overlap) part overlap 150 "$python" -m benchmarks.overlap --out "$out/overlap.json" ;;
     collective_gemm) part collective_gemm 300 "$python" -m benchmarks.collective_gemm --out "$out/collective_gemm.json" ;;
     megatron_gpt) part megatron_gpt 400 "$python" -m benchmarks.megatron_gpt --out "$out/megatron_gpt.json" ;;
     megatron_curves) part megatron_curves 200 "$python" -m benchmarks.megatron_gpt --steps 200 --out "$out/megatron_curves.json" ;;
