@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gtp.testing.ranks import RankPools
+from tests import processes
 
 # a property's time says how busy the machine is, not whether it holds
 hypothesis.settings.register_profile("gtp", deadline=None)
@@ -25,7 +26,26 @@ def ranks() -> Iterator[RankPools]:
     pools.close()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def started_processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    """From the first test on, programs of tests marked `process` run. See tests/processes.py."""
+    started = processes.Processes(request.session.items, tmp_path_factory.mktemp("processes"))
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def process(started_processes: processes.Processes, request: pytest.FixtureRequest) -> processes.Ended:
+    """The program of this test, which has ended with exit code 0."""
+    return started_processes.ended(request.node)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker(processes.MARK) is not None]
+    for item in marked:
+        item.add_marker(pytest.mark.timeout(processes.PATIENCE + 20))
+    # the rest in their order, and then these: their programs have run by then
+    items.sort(key=lambda item: item.get_closest_marker(processes.MARK) is not None)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import tests.source_rules as rules
+from tests.processes import Ended
 
 ROOT = Path(__file__).parents[1]
 
@@ -19,12 +19,6 @@ def write(folder: Path, files: dict[str, str]) -> dict[str, Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return rules.modules_of(folder / "gtp")
-
-
-def words_printed_by(script: str) -> list[str]:
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
 
 
 def test_rooms_import_only_from_rooms_above() -> None:
@@ -39,15 +33,16 @@ def test_no_module_carries_state() -> None:
     assert not found, "\n".join(found)
 
 
-def test_import_gtp_loads_nothing_but_torch() -> None:
+@pytest.mark.process(
+    "-c",
+    "import sys, torch, torch.distributed, typing_extensions\n"
+    "before = set(sys.modules)\n"
+    "import gtp\n"
+    "print(*sorted(set(sys.modules) - before))\n",
+)
+def test_import_gtp_loads_nothing_but_torch(process: Ended) -> None:
     """No extra (Megatron, Triton, matplotlib, ...) beyond what torch itself loads, nor Dynamo, which is slow."""
-    script = (
-        "import sys, torch, torch.distributed, typing_extensions\n"
-        "before = set(sys.modules)\n"
-        "import gtp\n"
-        "print(*sorted(set(sys.modules) - before))\n"
-    )
-    new = words_printed_by(script)
+    new = process.stdout.split()
     assert "gtp.config" in new
     foreign = [m for m in new if m.split(".")[0] not in {"gtp", "torch", *sys.stdlib_module_names}]
     assert foreign == []

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import Ended
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -29,10 +29,15 @@ def test_a_shown_file_is_the_file(block):
     assert block["code"].strip() in source, f"{block['file']} is not what the page shows"
 
 
-@pytest.mark.parametrize("block", blocks("run"))
-def test_a_shown_snippet_runs(block):
-    done = subprocess.run([sys.executable, "-c", block["code"]], capture_output=True, text=True, cwd=ROOT, timeout=110)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(*shown.values, id=shown.id, marks=pytest.mark.process("-c", shown.values[0]["code"]))
+        for shown in blocks("run")
+    ],
+)
+def test_a_shown_snippet_runs(block, process: Ended):
+    assert process.code == 0, block["code"]
 
 
 def test_every_link_to_a_file_leads_to_one():

@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.processes import Ended
+
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(300)
-def test_the_demo_passes_and_leaves_its_plots(tmp_path: Path):
-    arguments = [
-        "--steps",
-        "30",
-        "--sizes",
-        "layers=2,hidden=64,heads=4,seq=64,batch=4,lr=0.004",
-        "--out",
-        str(tmp_path),
-    ]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launch, "examples/pretrain_gpt.py", *arguments], capture_output=True, text=True, cwd=ROOT, timeout=280
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "PASSED" in done.stdout
-    lines = [line.split() for line in done.stdout.splitlines()]
+@pytest.mark.process(
+    "examples/pretrain_gpt.py",
+    "--steps",
+    "30",
+    "--sizes",
+    "layers=2,hidden=64,heads=4,seq=64,batch=4,lr=0.004",
+    "--out",
+    "{folder}",
+    ranks=2,
+)
+def test_the_demo_passes_and_leaves_its_plots(process: Ended):
+    assert "PASSED" in process.stdout
+    lines = [line.split() for line in process.stdout.splitlines()]
     losses = [line for line in lines if len(line) == 4 and line[0].isdigit()]
     assert losses[-1][0] == "29"
     assert all(line[1] == line[2] and line[3] == "0" for line in losses)
@@ -38,7 +34,7 @@ def test_the_demo_passes_and_leaves_its_plots(tmp_path: Path):
         (row,) = (line for line in lines if line[:3] == [name, "per", "rank"])
         assert 0.5 <= float(row[-1]) < 0.51
     for plot in ("loss.png", "memory.png", "schedule.png"):
-        assert (tmp_path / plot).read_bytes().startswith(b"\x89PNG")
+        assert (process.folder / plot).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.fixture

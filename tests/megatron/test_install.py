@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
@@ -18,6 +17,7 @@ import torch.distributed as dist
 import gtp
 import gtp.megatron
 from gtp.megatron.surface import API, BOUND_AT_IMPORT, WRAPPED_METHODS
+from tests.processes import Ended
 
 
 @pytest.fixture
@@ -211,8 +211,10 @@ def test_the_flag_without_gtp_and_without_te_is_answered_by_megatron(api: Module
     assert what_a_user_sees() == before
 
 
-def test_importing_gtp_megatron_imports_no_megatron():
+@pytest.mark.process(
+    "-c",
+    "import sys, gtp, gtp.megatron; print(sorted(name for name in sys.modules if name.startswith('megatron')))",
+)
+def test_importing_gtp_megatron_imports_no_megatron(process: Ended):
     """So what Megatron does before `install` is what it does without gtp."""
-    script = "import sys, gtp, gtp.megatron; print(sorted(name for name in sys.modules if name.startswith('megatron')))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert process.stdout.strip() == "[]"

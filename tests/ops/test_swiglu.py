@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -13,8 +10,7 @@ import torch.nn.functional as F
 
 from gtp.errors import GTPValueError
 from gtp.ops import silu_and_mul, silu_and_mul_halves, silu_and_mul_pairs
-
-ROOT = Path(__file__).parents[2]
+from tests.processes import Ended
 
 
 def leaf(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -185,20 +181,16 @@ def check_kernel(device: str) -> None:
             torch.testing.assert_close(dpairs.cpu(), pairs.grad, rtol=rtol, atol=1e-6)
 
 
-def test_kernel_in_the_interpreter():
+@pytest.mark.skipif(find_spec("triton") is None, reason="the package triton is not installed")
+@pytest.mark.skipif(find_spec("numpy") is None, reason="Triton's interpreter needs numpy")
+@pytest.mark.process(
+    "-c",
+    "from tests.ops.test_swiglu import check_kernel; check_kernel('cpu'); print('right')",
+    env={"TRITON_INTERPRET": "1"},
+)
+def test_kernel_in_the_interpreter(process: Ended):
     """Triton's interpreter runs the kernel without a GPU. In a process of its own: the switch is read at import."""
-    pytest.importorskip("triton", reason="the package triton is not installed")
-    pytest.importorskip("numpy", reason="Triton's interpreter needs numpy")
-    script = "from tests.ops.test_swiglu import check_kernel; check_kernel('cpu')"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    assert process.stdout.split() == ["right"]
 
 
 @pytest.mark.gpu

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from gtp.errors import GTPValueError, ProtocolError
 from gtp.ops import linear
 from gtp.protocol import materialize_weight_for_forward
 from gtp.testing.fakes import VIOLATIONS, Call, FakeDistributedWeight, Mode
+from tests.processes import Ended
 
 FULL = torch.arange(12.0).reshape(4, 3)
 
@@ -135,7 +134,6 @@ def test_there_is_a_violation_for_every_method() -> None:
     }
 
 
-def test_importing_the_testing_tools_needs_no_pytest() -> None:
-    script = "import sys, gtp.testing.fakes, gtp.testing.conformance; print('pytest' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+@pytest.mark.process("-c", "import sys, gtp.testing.fakes, gtp.testing.conformance; print('pytest' in sys.modules)")
+def test_importing_the_testing_tools_needs_no_pytest(process: Ended) -> None:
+    assert process.stdout.strip() == "False"
