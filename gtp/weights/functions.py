@@ -16,7 +16,16 @@ import torch.nn.functional as F
 
 from gtp.errors import GTPStateError, UnsupportedError
 from gtp.ops import embedding, linear
-from gtp.weights.rules import METADATA, apply, call_plain, needs_full, plain_access, tensors_in
+from gtp.weights.askers import refuse_asker
+from gtp.weights.rules import (
+    METADATA,
+    apply,
+    call_plain,
+    needs_full,
+    plain_access,
+    refuse_transforms,
+    tensors_in,
+)
 from gtp.weights.shard_tensor import is_whole
 
 if TYPE_CHECKING:
@@ -35,20 +44,21 @@ def dispatch(kind: type, func: Callable[..., Any], args: tuple[Any, ...], kwargs
         UnsupportedError: the function would need the full weight.
         GTPValueError: a tensor in the arithmetic does not have the shard's shape.
     """
-    if func is F.linear:
-        return linear(*args, **kwargs)
-    if func is F.embedding:
-        return embedding(*args, **kwargs)
+    name: str = getattr(func, "__name__", str(func))
+    if func is F.linear or func is F.embedding:
+        refuse_transforms(name, args, kwargs)
+        return linear(*args, **kwargs) if func is F.linear else embedding(*args, **kwargs)
     if func is torch.autograd.backward:  # its `inputs` may be weights
         return call_plain(func, args, kwargs)
-    name: str = getattr(func, "__name__", str(func))
     if name in METADATA:
+        refuse_asker(name, args)
         return call_plain(func, args, kwargs)
     if name == "__get__":
         return _get(func, args)
     if name in ("__set__", "__delete__"):
         return _set(func, name, args)
     if name == "detach":
+        refuse_asker(name, args)
         return args[0].writable_shard()
     if func is torch.autograd.grad:
         weights = [t for t in tensors_in((*args, *kwargs.values())) if isinstance(t, kind)]
@@ -63,6 +73,11 @@ def _autograd_grad(args: tuple[Any, ...], kwargs: dict[str, Any], weights: list[
 
     What `torch.cuda.make_graphed_callables` calls, so also what a graphed layer replays.
     """
+    if kwargs.get("is_grads_batched"):
+        raise UnsupportedError(
+            f"{weights[0].label}: torch.autograd.grad(is_grads_batched=True) by a sharded weight is not supported, "
+            "because no batch of gradients is reduced over ranks. Call torch.autograd.grad once per gradient"
+        )
     with contextlib.ExitStack() as stack:
         for runtime in dict.fromkeys(weight.handle.runtime for weight in weights):
             stack.enter_context(runtime.gradients_returned())
@@ -102,10 +117,15 @@ def _check_move(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], weight
             elif isinstance(value, torch.Tensor):
                 target = value.device
     if target.type != source.type:
-        raise UnsupportedError(
-            f"{weight.label}: moving a sharded weight from {source} to {target} would leave its runtime behind. "
-            "Move the model before gtp.shard_model; to look at the shard elsewhere use weight.shard.to(...)"
-        )
+        raise refused_move(weight, source, target)
+
+
+def refused_move(weight: GTPWeight, source: torch.device, target: torch.device) -> UnsupportedError:
+    """The error of who moves a weight to another kind of device."""
+    return UnsupportedError(
+        f"{weight.label}: moving a sharded weight from {source} to {target} would leave its runtime behind. "
+        "Move the model before gtp.shard_model; to look at the shard elsewhere use weight.shard.to(...)"
+    )
 
 
 def not_the_leader(weight: GTPWeight) -> GTPStateError:

@@ -16,6 +16,7 @@ import torch
 
 from gtp.errors import GTPValueError, UnsupportedError
 from gtp.runtime.held import note_zeroing
+from gtp.weights.askers import inside_transform, refuse_asker, refused_transform
 from gtp.weights.norms import foreach_norm, vector_norm
 from gtp.weights.shard_tensor import LocalShard, past_torch_function
 
@@ -94,6 +95,7 @@ def apply(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
         GTPValueError: a tensor in the arithmetic does not go with the shard's shape.
     """
     if name in METADATA:
+        refuse_asker(name, args)
         return call_plain(func, args, kwargs)
     if name.startswith("_foreach_") or name in _FUSED or name == _UNSCALE:
         return _on_lists(func, name, args, kwargs)
@@ -118,9 +120,20 @@ def apply(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
         if view.shape != shard.origin.shape:
             raise needs_full(func, name, shard)
         return shard.local_state(view)
+    refuse_transforms(name, args, kwargs)
     _require_shape(name, shard, tensors)
     result = _written(name, args, kwargs, shards, func)
-    return result if name == "as_subclass" or _writes(name, kwargs) else _remember(result, shard)
+    return result if name == "as_subclass" or writes(name, kwargs) else _remember(result, shard)
+
+
+def refuse_transforms(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """
+    Raises:
+        UnsupportedError: a transform of torch.func is active, and a function is called with a shard.
+    """
+    if inside_transform():
+        shard = next(t for t in tensors_in((*args, *kwargs.values())) if isinstance(t, LocalShard))
+        raise refused_transform(f"{shard.label} was used by {name} inside a transform of torch.func (grad, vmap, ...)")
 
 
 def _makes_graph(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], shards: Sequence[LocalShard]) -> bool:
@@ -128,7 +141,7 @@ def _makes_graph(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], shard
     if not torch.is_grad_enabled():
         return False
     target = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
-    writes_weight = _writes(name, {}) and any(target is shard for shard in shards)
+    writes_weight = writes(name, {}) and any(target is shard for shard in shards)
     with plain_access():
         return not writes_weight and any(s.is_weight and s.requires_grad for s in shards)  # type: ignore[attr-defined]
 
@@ -138,7 +151,8 @@ def _is_mask(index: Any, shard: LocalShard) -> bool:
         return isinstance(index, torch.Tensor) and index.dtype is torch.bool and index.shape == shard.origin.shape
 
 
-def _writes(name: str, kwargs: dict[str, Any]) -> bool:
+def writes(name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether a torch function of this name writes one of its arguments."""
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name == "__setitem__" or name.startswith("__i") or kwargs.get("out") is not None
 
@@ -250,7 +264,7 @@ def _written(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], shards: Sequence[LocalShard], func: Callable[..., Any]
 ) -> Any:
     """Calls `func`; the weights whose memory it writes know before and after."""
-    written = _written_to(args, kwargs, shards) if _writes(name, kwargs) else ()
+    written = _written_to(args, kwargs, shards) if writes(name, kwargs) else ()
     return _call_writing(func, name, args, kwargs, written)
 
 

@@ -17,6 +17,7 @@ from gtp.runtime.select import choose_transport
 from gtp.runtime.transport import Transport
 from gtp.weights.agreement import require_agreement
 from gtp.weights.axes import Axes, GroupOrMesh, broadcast_first, broadcast_first_bytes
+from gtp.weights.conversions import refuse_conversions
 from gtp.weights.cut import take_shard as take_shard
 from gtp.weights.layout import ShardLayout
 from gtp.weights.meta import materialize_meta
@@ -94,7 +95,7 @@ def shard_model(
             runtime.replicated.add(choice.name, choice.parameter, choice.axes.all)
     runtime.attach(model)
     watch_parameters(model)
-    _keep_ddp_away(model)
+    refuse_conversions(model)
     hook_state_dict(model)
     runtime.report = ParameterReport.of(selection.choices, layouts, selection.unregistered)
     runtime.start()
@@ -107,14 +108,6 @@ def shard_model(
             ", ".join(lost),
         )
     return runtime
-
-
-def _keep_ddp_away(model: nn.Module) -> None:
-    """DistributedDataParallel would broadcast one rank's shards over the others'. torch has a list of what it must not
-    touch; with every parameter on it, it refuses the model before it does anything.
-    """
-    names = [name for name, _ in model.named_parameters()]
-    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
 
 def _gtp_groups(selection: Selection) -> list[dist.ProcessGroup]:

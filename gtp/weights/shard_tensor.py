@@ -153,6 +153,9 @@ class LocalShard(CheckpointableShard):
         """As `local_state`, of a plain tensor of the shard's shape that nobody else has; it may become rows itself."""
         raise NotImplementedError
 
+    def __format__(self, spec: str) -> str:
+        return object.__format__(self, spec)  # of a tensor it is that of its value; there is none of a shard alone
+
     def valid_rows(self) -> torch.Tensor:
         """The rows that are not padding, a plain local tensor `[valid_rows, *trailing]`."""
         return self.shard[: self.origin.layout.valid_rows]

@@ -10,17 +10,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import ParametrizationList
 
-from gtp.errors import GTPStateError, UnsupportedError
+from gtp.errors import GTPStateError
 from gtp.runtime.runtime import WHY_GRAPHS_BREAK
+from gtp.weights.askers import inside_transform, refused_transform, refused_wrapper
+from gtp.weights.parameter import GTPWeight
 
 
 def watch_parameters(root: nn.Module) -> None:
     """Makes every later forward of `root` check that its parameters are those of now. Fewer are fine.
 
     The forward raises `GTPStateError` where a parameter was added or replaced, `UnsupportedError` inside a transform of
-    `torch.func`.
+    `torch.func` and inside DistributedDataParallel.
     """
     views = _views(root)
     known = _look(views)
@@ -28,12 +31,11 @@ def watch_parameters(root: nn.Module) -> None:
 
     def check(module: nn.Module) -> None:  # the root; not from outside, where it would make a cycle
         nonlocal views, known, objects
-        if torch._C._functorch.maybe_current_level() is not None:
-            raise UnsupportedError(
-                f"{type(module).__name__} is sharded, and was called inside a transform of torch.func (grad, vmap, "
-                "...), which does not carry gathers and reductions. Use torch.autograd (loss.backward(), "
-                "torch.autograd.grad), and a batch dimension in place of vmap; or transform the plain model"
+        if inside_transform():
+            raise refused_transform(
+                f"{type(module).__name__} is sharded, and was called inside a transform of torch.func (grad, vmap, ...)"
             )
+        _refuse_wrapper()
         now = _look(views)
         if now != known:
             _require_known(module, {id(held) for held in objects})
@@ -47,6 +49,14 @@ def watch_parameters(root: nn.Module) -> None:
         outside(module)
 
     root.register_forward_pre_hook(before)
+
+
+def _refuse_wrapper() -> None:
+    wrapper = DistributedDataParallel._get_active_ddp_module()
+    if wrapper is not None:
+        for name, parameter in wrapper.module.named_parameters():
+            if isinstance(parameter, GTPWeight):
+                raise refused_wrapper(name)
 
 
 def _views(root: nn.Module) -> list[Any]:

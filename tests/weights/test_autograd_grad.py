@@ -7,7 +7,7 @@ import torch
 
 import gtp
 from gtp.testing.ranks import rank
-from tests.reference import data_parallel_backward, full
+from tests.reference import data_parallel_backward
 from tests.weights.test_shard_model import batches, language_loss, pair
 
 
@@ -73,16 +73,3 @@ def _graphed_layers(transport):
 @pytest.mark.parametrize("transport", ["copy_engine"])
 def test_layers_graphed_one_by_one_train_with_weights_that_change(ranks, transport):
     ranks(2).run(_graphed_layers, transport)
-
-
-def _refuses_ddp():
-    _, sharded, _ = pair()
-    before = {n: full(p).clone() for n, p in sharded.named_parameters()}
-    with pytest.raises(RuntimeError, match="doesn't have any parameter that requires a gradient"):
-        torch.nn.parallel.DistributedDataParallel(sharded)
-    for name, parameter in sharded.named_parameters():
-        assert torch.equal(full(parameter), before[name])
-
-
-def test_ddp_around_a_sharded_model_is_refused_before_it_broadcasts(ranks):
-    ranks(2).run(_refuses_ddp)

@@ -1,0 +1,228 @@
+"""Transforms, wrappers and converters of torch that would take a shard for the weight are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.nn.parallel import DistributedDataParallel
+
+import gtp
+from gtp.modules import LayerNormLinear
+from gtp.testing.ranks import rank, subgroup
+from tests.reference import assert_same_parameters
+from tests.weights.side_by_side import ROUNDED, SideBySide, inputs
+
+
+def _model():
+    return nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 6))
+
+
+# --- transforms
+
+
+def _transforms():
+    twins = SideBySide(_model)
+    weight = twins.sharded[1].weight
+    xs = torch.stack(inputs(0, 3, 6, count=4))
+    given = r"'1\.weight'.* was given to torch\.vmap.*batch dimension in place of vmap"
+    for shard in (weight, weight.data, torch.zeros_like(weight)):
+        for in_dim in (0, 1, -1):
+            with pytest.raises(gtp.UnsupportedError, match=given):
+                torch.vmap(lambda row: row.sum(), in_dims=in_dim)(shard)
+    uses = {
+        "linear": lambda: torch.vmap(lambda x: F.linear(x, weight))(xs),
+        "linear, no grad": torch.no_grad()(lambda: torch.vmap(lambda x: F.linear(x, weight))(xs)),
+        "module": lambda: torch.vmap(twins.sharded[1])(xs),
+        "embedding": lambda: torch.vmap(lambda i: F.embedding(i, weight))(torch.zeros(4, 2, dtype=torch.long)),
+        "arithmetic": lambda: torch.vmap(lambda x: x + weight.data)(torch.ones(4, 5, 6)),
+        "grad": lambda: torch.func.grad(lambda x: F.linear(x, weight).sum())(xs[0]),
+        "jacrev": lambda: torch.func.jacrev(lambda x: F.linear(x, weight))(xs[0]),
+        "jvp": lambda: torch.func.jvp(lambda x: F.linear(x, weight), (xs[0],), (xs[0],)),
+        "whole": lambda: torch.vmap(lambda x: x @ weight.full_tensor().t())(xs),
+    }
+    for name, use in uses.items():
+        with pytest.raises(gtp.UnsupportedError, match=r"'1\.weight'.*inside a transform of torch\.func"):
+            print(name, "gave", use())
+    # constants are constants: norms and, without grad mode, whole weights
+    whole = twins.plain[1].weight.detach()
+    got = torch.vmap(lambda x: x * torch.linalg.vector_norm(weight.data))(xs)
+    torch.testing.assert_close(got, xs * torch.linalg.vector_norm(whole), rtol=1e-6, atol=0)
+    with torch.no_grad():
+        assert torch.equal(torch.vmap(lambda x: x @ weight.full_tensor().t())(xs), xs @ whole.t())
+    twins.step(inputs(1, 3, 6))
+
+
+def test_transforms_over_a_weight_outside_a_forward_are_refused(ranks):
+    ranks(2).run(_transforms)
+
+
+def _batched_gradients():
+    """What `torch.autograd.functional.jacobian(vectorize=True)` does is right for inputs and refused for weights."""
+    twins = SideBySide(_model, optimizer=None)
+    x = inputs(0, 3, 6)[rank()]
+    plain, sharded = [
+        torch.autograd.functional.jacobian(m, x, vectorize=True) for m in (twins.plain, twins.sharded)
+    ]  # one batched product in place of several
+    torch.testing.assert_close(sharded, plain, **ROUNDED)
+    y = twins.sharded(x)
+    with pytest.raises(gtp.UnsupportedError, match=r"'1\.weight'.*is_grads_batched.*once per gradient"):
+        torch.autograd.grad(y, twins.sharded[1].weight, torch.ones(2, *y.shape), is_grads_batched=True)
+    twins.backward(inputs(1, 3, 6))
+
+
+def test_batched_gradients_of_weights_are_refused(ranks):
+    ranks(2).run(_batched_gradients)
+
+
+# --- wrappers
+
+
+def _wrapped(init_sync, alone):
+    options = {"group": [subgroup((r,)) for r in range(2)][rank()]} if alone else {}
+
+    def around_a_model_that_holds_it(model):
+        return DistributedDataParallel(nn.Sequential(nn.Linear(6, 6), model), init_sync=init_sync)
+
+    def around_a_part(model):
+        return DistributedDataParallel(model[1], init_sync=init_sync)
+
+    def around_it(model):
+        return DistributedDataParallel(model, init_sync=init_sync, find_unused_parameters=True)
+
+    for wrap in (around_it, around_a_part, around_a_model_that_holds_it):
+        twins = SideBySide(_model, **options)
+        if init_sync:
+            with pytest.raises(gtp.UnsupportedError, match=r"1\.weight.*take the wrapper away.*2-d mesh"):
+                wrap(twins.sharded)
+        elif wrap is not around_a_part:  # a part has no forward of the root
+            wrapper = wrap(twins.sharded)
+            for _ in range(2):
+                with pytest.raises(gtp.UnsupportedError, match=r"1\.weight.*take the wrapper away.*2-d mesh"):
+                    wrapper(torch.ones(2, 6))
+        assert_same_parameters(twins.sharded, twins.plain)
+        twins.step(inputs(0, 3, 6)[:1] if alone else inputs(0, 3, 6))
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["all_ranks", "group_of_one"])
+@pytest.mark.parametrize("init_sync", [True, False])
+def test_ddp_around_a_sharded_model_is_refused_before_it_broadcasts(ranks, init_sync, alone):
+    """C91: whether it is given the model, a part of it, or a module that holds it. A weight that is sharded over one
+    rank has no gradient that DDP could see."""
+    ranks(2).run(_wrapped, init_sync, alone)
+
+
+def _replicated():
+    twins = SideBySide(_model)
+    wrapper = nn.Sequential(twins.sharded)
+    with pytest.raises(gtp.UnsupportedError, match=r"1\.weight.*take the wrapper away"):
+        replicate(wrapper)(torch.ones(2, 6))
+    assert_same_parameters(twins.sharded, twins.plain)
+
+
+def test_replicate_around_a_sharded_model_is_refused(ranks):
+    ranks(2).run(_replicated)
+
+
+def _beside_ddp():
+    """Another model inside of DDP, whose forward uses the sharded one, is nobody's mistake."""
+
+    class Student(nn.Module):
+        def __init__(self, teacher):
+            super().__init__()
+            self.linear, self.teacher = nn.Linear(6, 6), [teacher]
+
+        def forward(self, x):
+            return self.linear(x) - self.teacher[0](x)
+
+    twins = SideBySide(_model)
+    student = DistributedDataParallel(Student(twins.sharded))
+    x = inputs(0, 3, 6)[rank()]
+    wanted = student.module.linear(x) - twins.plain(x)
+    assert torch.equal(student(x), wanted)
+
+
+def test_ddp_around_another_model_is_fine(ranks):
+    ranks(2).run(_beside_ddp)
+
+
+# --- conversions
+
+
+class _Block(nn.Module):
+    """Replicated parameters come before sharded ones, in children and of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear, self.scale = nn.LayerNorm(6), nn.Linear(6, 6), nn.Parameter(torch.ones(6))
+        self.register_buffer("steps", torch.zeros(3))
+
+    def forward(self, x):
+        return self.linear(self.norm(x)) * self.scale
+
+
+CONVERSIONS = {
+    "bfloat16": lambda m: m.to(torch.bfloat16),
+    "half": lambda m: m.half(),
+    "type": lambda m: m.type(torch.float64),
+    "like": lambda m: m.to(torch.zeros(1, dtype=torch.float64)),
+    "device and dtype": lambda m: m.to("cpu", torch.float16),
+    "meta": lambda m: m.to("meta"),
+    "to_empty": lambda m: m.to_empty(device="meta"),
+    "transposed": lambda m: m._apply(lambda t: t.t() if t.dim() == 2 else t[:1]),
+}
+
+
+def _described(model):
+    return {name: (t.dtype, t.device, t.data_ptr(), t.sum().item()) for name, t in _replicated_tensors(model)}
+
+
+def _replicated_tensors(model):
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [(name, tensor) for name, tensor in tensors if not isinstance(tensor, gtp.GTPWeight)]
+
+
+def _converted():
+    twins = SideBySide(lambda: nn.Sequential(_Block(), LayerNormLinear(6, 5), nn.Linear(5, 6)))
+    for name, convert in CONVERSIONS.items():
+        for part in (twins.sharded, twins.sharded[0], twins.sharded[1]):
+            before = _described(twins.sharded)
+            with pytest.raises(gtp.GTPError, match=r"(must keep shape, dtype|moving a sharded weight).*before gtp"):
+                convert(part)
+            assert _described(twins.sharded) == before, name
+        twins.step(inputs(0, 3, 6))
+    assert twins.sharded.float() is twins.sharded
+    for model in (twins.plain, twins.sharded):  # what writes and converts nothing comes to each weight once
+        model._apply(lambda t: t.mul_(0.5))
+    twins.check_parameters()
+    twins.step(inputs(1, 3, 6))
+
+
+def test_a_refused_conversion_has_converted_nothing(ranks):
+    ranks(2).run(_converted)
+
+
+def _scripted():
+    twins = SideBySide(_model)
+    for module, name in ((twins.sharded, "Sequential"), (twins.sharded[1], "1"), (nn.Sequential(twins.sharded), "Seq")):
+        with pytest.raises(gtp.UnsupportedError, match=rf"{name}.* is sharded.*torch\.compile"):
+            torch.jit.script(module)
+    assert torch.equal(torch.jit.script(twins.sharded[0])(torch.ones(1, 6)), twins.plain[0](torch.ones(1, 6)))
+    twins.step(inputs(0, 3, 6))
+
+
+def test_scripting_is_refused(ranks):
+    ranks(2).run(_scripted)
+
+
+def _printed():
+    twins = SideBySide(_model)
+    weight = twins.sharded[1].weight
+    assert f"{weight}" == repr(weight)
+    assert f"{weight.data}".startswith("ShardRows('1.weight', rows")
+
+
+def test_a_shard_can_be_printed_by_a_format_string(ranks):
+    ranks(2).run(_printed)
