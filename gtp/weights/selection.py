@@ -347,7 +347,7 @@ def _grouped(model: nn.Module, choices: list[Choice]) -> list[list[Choice]]:
                 "together, over the same axes, in one dtype; make include, exclude and the group mapping treat them "
                 "alike"
             )
-        if members and not placed.intersection(id(m.parameter) for m in members):
+        if _is_new(members, groups):
             groups.append(members)
             placed.update(id(m.parameter) for m in members)
     leaders = {id(members[0].parameter): members for members in groups}
@@ -358,6 +358,33 @@ def _grouped(model: nn.Module, choices: list[Choice]) -> list[list[Choice]]:
         elif choice.sharded and id(choice.parameter) not in placed:
             ordered.append([choice])
     return ordered
+
+
+def _is_new(members: list[Choice], groups: list[list[Choice]]) -> bool:
+    """Whether a module's weights are a group that no other module has.
+
+    Raises:
+        GTPValueError: a weight is in two groups, or twice in one: the leader answers for one group, and the other would
+            be given the wrong weights.
+    """
+    ids = [id(m.parameter) for m in members]
+    for position, member in enumerate(members):
+        if ids.index(ids[position]) < position:
+            raise _in_two_groups(member, "twice in one group of weights that are gathered together")
+    for group in groups:
+        theirs = [id(m.parameter) for m in group]
+        if ids != theirs and (shared := set(ids).intersection(theirs)):
+            member = next(m for m in members if id(m.parameter) in shared)
+            names = [", ".join(m.name for m in g) for g in (group, members)]
+            raise _in_two_groups(member, f"gathered together with two groups of weights ({names[0]}; and {names[1]})")
+    return bool(members) and all(ids != [id(m.parameter) for m in group] for group in groups)
+
+
+def _in_two_groups(member: Choice, what: str) -> GTPValueError:
+    return GTPValueError(
+        f"{' = '.join(member.names)}: this tied weight is {what}. Tie whole groups, weight by weight and in one order, "
+        "or leave it unsharded with gtp.shard_model(exclude=...), all of the group"
+    )
 
 
 def _declared(model: nn.Module) -> Iterator[list[nn.Parameter]]:

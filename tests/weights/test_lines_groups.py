@@ -13,7 +13,7 @@ from gtp.modules import GroupedLinear
 from gtp.testing.collectives import late_collectives
 from gtp.testing.ranks import rank, subgroup
 from tests.reference import assert_same_gradients, assert_same_parameters, data_parallel_backward
-from tests.weights.side_by_side import ROUNDED, adamw, inputs, square
+from tests.weights.side_by_side import ROUNDED, SideBySide, adamw, inputs, square
 
 
 class Mixture(nn.Module):
@@ -154,3 +154,43 @@ def _bad_axes():
 def test_groups_that_cannot_work_are_refused_by_name(ranks):
     """C91."""
     assert ranks(4).run(_bad_axes) == [5] * 4
+
+
+class _TiedExperts(nn.Module):
+    """Two layers of experts; `tie` says which of their weights are the same parameters."""
+
+    def __init__(self, tie) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (GroupedLinear(2, 8, 8, bias=False) for _ in range(3))
+        for target, source in tie.items():
+            owner, attribute = target.split(".")
+            setattr(getattr(self, owner), attribute, self.get_parameter(source))
+
+    def forward(self, x):
+        splits = [1, x.shape[0] - 1]
+        return self.last(self.second(self.first(x, splits), splits), splits)
+
+
+def _tied_experts():
+    whole = {"second.weight0": "first.weight0", "second.weight1": "first.weight1"}
+    twins = SideBySide(lambda: _TiedExperts(whole), **ROUNDED)
+    assert len(list(twins.sharded.parameters())) == 4
+    for step in range(3):
+        twins.step(inputs(step, 3, 8))
+    part = {"second.weight0": "first.weight0"}
+    crossed = {"second.weight0": "first.weight1", "second.weight1": "first.weight0"}
+    twice = {"first.weight1": "first.weight0"}
+    for tie, message in [
+        (part, r"first\.weight0 = second\.weight0: .*two groups of weights \(first\.weight0, first\.weight1; and"),
+        (crossed, r"first\.weight1 = second\.weight0: .*two groups of weights"),
+        (twice, r"first\.weight0 = first\.weight1: .*twice in one group"),
+    ]:
+        with pytest.raises(gtp.GTPValueError, match=rf"{message}.*Tie whole groups.*exclude="):
+            gtp.shard_model(_TiedExperts(tie), dist.group.WORLD)
+        twins = SideBySide(lambda tie=tie: _TiedExperts(tie), exclude=["first.*", "second.*"], **ROUNDED)
+        twins.step(inputs(5, 3, 8))
+
+
+def test_tied_experts_train_as_whole_groups_and_are_refused_otherwise(ranks):
+    """C11: a group's leader answers for the group, and would give another one the wrong weights."""
+    ranks(3).run(_tied_experts)
