@@ -32,9 +32,9 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu_offload: 
     Weights are gathered one at a time. The result is a snapshot: its tensors are copies.
 
     Args:
-        model: A sharded model. All its ranks call this together. rank0_only: Only the model's first rank keeps the
-        tensors; the others return an empty dict and hold one full weight
-            at a time.
+        model: A sharded model. All its ranks call this together.
+        rank0_only: Only the model's first rank keeps the tensors; the others return an empty dict and hold one full
+            weight at a time.
         cpu_offload: Each tensor goes to the CPU before the next weight is gathered.
 
     Returns:
@@ -70,12 +70,11 @@ def load_full_state_dict(
     """Loads an ordinary state dict of full tensors into a sharded model. Collective if broadcast.
 
     Args:
-        model: A sharded model. state_dict: Name to full tensor. With `broadcast_from_rank0` only the one of the
-        model's first rank is read, and the
-            others pass None.
-        broadcast_from_rank0: The first rank sends each rank its rows, one module's weights at a time. The other
-        ranks never
-            hold a full weight.
+        model: A sharded model.
+        state_dict: Name to full tensor. With `broadcast_from_rank0` only the one of the model's first rank is read, and
+            the others pass None.
+        broadcast_from_rank0: The first rank sends each rank its rows, one module's weights at a time. The other ranks
+            never hold a full weight.
         strict: Whether names that only the model or only the dict has are an error.
 
     Returns:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -23,29 +24,54 @@ def full_weights(model: nn.Module, *, write: bool = False) -> Iterator[dict[str,
         write: Whether changes are kept. Each rank keeps its own rows on exit, so all ranks must make the same change.
 
     Yields:
-        Name to plain tensor `[rows, *trailing]` in the shard's dtype.
+        Name to plain tensor `[rows, *trailing]` in the shard's dtype, without gradient.
 
     Raises:
-        GTPValueError: on exit, when a tensor was changed and `write` is False.
+        GTPValueError: on exit, when a tensor was changed and `write` is False; when an entry is missing, has another
+            shape or belongs to no sharded weight. No weight has changed then.
     """
     weights = {name: p for name, p in model.named_parameters() if isinstance(p, GTPWeight)}
-    full = {name: weight.full_tensor() for name, weight in weights.items()}
-    versions = {name: tensor._version for name, tensor in full.items()}
-    given = dict(full)
+    with torch.inference_mode(False), torch.no_grad():  # tensors that have a version
+        full = {name: weight.gathered() for name, weight in weights.items()}
+    before = {name: _Seen(tensor, tensor._version, weights[name].shard._version) for name, tensor in full.items()}
     yield full
-    changed = [n for n in weights if full.get(n) is not given[n] or given[n]._version != versions[n]]
-    if changed and not write:
+    changed = [name for name, weight in weights.items() if before[name].differs(weight, full.get(name))]
+    strangers = [name for name in full if name not in weights]
+    if (changed or strangers) and not write:
         raise GTPValueError(
-            f"{', '.join(changed)}: changed inside a read-only full_weights context, and the change is lost. "
-            "Use gtp.full_weights(model, write=True)"
+            f"{', '.join([*changed, *strangers])}: changed inside a read-only full_weights context, and the change is "
+            "lost. Use gtp.full_weights(model, write=True)"
+        )
+    if strangers:
+        raise GTPValueError(
+            f"{', '.join(strangers)}: full_weights writes the weights that it yields, and no sharded weight has that "
+            f"name. Names are {', '.join(weights)}"
         )
     for name in changed:
-        weight, tensor = weights[name], full.get(name)
-        if tensor is None or tuple(tensor.shape) != weight.layout.logical_shape:
-            shape = None if tensor is None else tuple(tensor.shape)
-            raise GTPValueError(
-                f"{name}: full_weights needs the logical shape {weight.layout.logical_shape}, got {shape}"
-            )
-        with torch.no_grad():
+        tensor, shape = full.get(name), weights[name].layout.logical_shape
+        if tensor is None or tuple(tensor.shape) != shape:
+            given = None if tensor is None else tuple(tensor.shape)
+            raise GTPValueError(f"{name}: full_weights needs the logical shape {shape}, got {given}")
+    with torch.no_grad():
+        for name in changed:
+            weight = weights[name]
             weight.runtime.before_write()
-            weight.plain_shard()[weight.layout.valid_slice].copy_(tensor[weight.layout.shard_slice])
+            weight.plain_shard()[weight.layout.valid_slice].copy_(full[name][weight.layout.shard_slice])
+
+
+class _Seen(NamedTuple):
+    """A full weight as it was yielded, with its version and its shard's."""
+
+    tensor: torch.Tensor
+    version: int
+    shard_version: int
+
+    def differs(self, weight: GTPWeight, tensor: torch.Tensor | None) -> bool:
+        """Whether what the context holds now is not what was yielded."""
+        if tensor is not self.tensor or tensor._version != self.version:
+            return True
+        # `.data` and numpy write past the version; a shard that somebody wrote in the meantime tells nothing
+        if weight.shard._version != self.shard_version:
+            return False
+        mine, theirs = weight.shard[weight.layout.valid_slice], tensor[weight.layout.shard_slice]
+        return not torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))  # a NaN is itself

@@ -132,6 +132,48 @@ def test_full_weights_are_read_changed_and_merged(ranks):
     ranks(2).run(_read_and_written)
 
 
+def _written_in_every_way():
+    twins = SideBySide(LanguageModel, **ROUNDED)
+    head = twins.plain.head.weight.detach()
+    ways = {
+        "data": lambda w: w["head.weight"].data.mul_(0.5),
+        "detached": lambda w: w["head.weight"].detach().mul_(0.5),
+        "numpy": lambda w: w["head.weight"].numpy().__imul__(0.5),
+        "rows": lambda w: w["head.weight"][3:].mul_(0.5),
+        "replaced": lambda w: w.update({"head.weight": w["head.weight"] * 0.5}),
+    }
+    for name, write in ways.items():
+        before = head.clone()
+        with gtp.full_weights(twins.sharded, write=True) as weights:
+            write(weights)
+        head[3 if name == "rows" else 0 :].mul_(0.5)
+        assert not torch.equal(before, head)
+        twins.check_parameters()
+        with pytest.raises(gtp.GTPValueError, match=r"^head\.weight: changed inside a read-only"):
+            with gtp.full_weights(twins.sharded) as weights:
+                write(weights)
+        twins.check_parameters()
+    with pytest.raises(gtp.GTPValueError, match=r"^head: .*no sharded weight has that name.*head\.weight"):
+        with gtp.full_weights(twins.sharded, write=True) as weights:
+            weights["head"] = weights["head.weight"].zero_()
+    with pytest.raises(gtp.GTPValueError, match=r"^head\.weight: .*logical shape \(22, 16\), got None"):
+        with gtp.full_weights(twins.sharded, write=True) as weights:
+            weights.update({"body.weight": torch.zeros(16, 16), "head.weight": None})
+    twins.check_parameters()  # a refused context changes nothing
+    with torch.inference_mode(), gtp.full_weights(twins.sharded) as weights:
+        assert torch.equal(weights["head.weight"], head)
+    # a weight that is trained meanwhile is not put back
+    with gtp.full_weights(twins.sharded, write=True) as weights:
+        twins.step(_ids(1), _by_linear)
+        assert not torch.equal(weights["body.weight"], twins.plain.body.weight)
+    twins.check_parameters()
+
+
+def test_what_is_written_into_full_weights_is_kept_however_it_is_written(ranks):
+    """C67."""
+    ranks(3).run(_written_in_every_way)
+
+
 def _averaged():
     """An average of weights kept on one rank's side as full tensors, and as shards; both are the average."""
     twins = SideBySide(LanguageModel)
