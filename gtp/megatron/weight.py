@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 
+from gtp.megatron.memory import ShardMemory
 from gtp.weights.parameter import GTPWeight
 
 _plain = torch._C.DisableTorchFunctionSubclass
@@ -101,6 +102,11 @@ class MegatronGTPWeight(GTPWeight):
             super().adopt(shard)
         else:
             self.handle.member.shard = own
+
+    def writable_shard(self) -> torch.Tensor:
+        """`weight.data` and `weight.detach()`: for Megatron a plain tensor, but the weight is told before a write."""
+        memory = self.plain_shard()
+        return memory if self.origin.is_whole else ShardMemory.of(memory, self.handle.member.owner)
 
     # Gradients and optimizer state stay plain tensors: Megatron's norms, clipping and checkpoints know by
     # `is_gtp_weight_remat` that they are shards, and add over its own groups.

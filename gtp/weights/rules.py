@@ -153,6 +153,7 @@ def _is_mask(index: Any, shard: LocalShard) -> bool:
 
 def writes(name: str, kwargs: dict[str, Any]) -> bool:
     """Whether a torch function of this name writes one of its arguments."""
+    """Whether a torch function of this name writes one of its arguments."""
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name == "__setitem__" or name.startswith("__i") or kwargs.get("out") is not None
 
