@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from gtp.errors import GTPStateError
 from gtp.ops.collective_backends import Factor, auto, copy_engine
+from gtp.ops.collective_backends import copy_engine_operations as operations
 from gtp.ops.collective_backends.auto import AutoBackend
 from gtp.ops.collective_backends.copy_engine import CopyEngineBackend
 from gtp.ops.collective_backends.workspace import Workspace
@@ -73,7 +74,7 @@ class Ranks:
 
         with ExitStack() as patches:
             for name in ("multiply", "sum_of_products", "add_blocks", "spoil"):
-                patches.enter_context(mock.patch.object(copy_engine, name, queued(getattr(copy_engine, name))))
+                patches.enter_context(mock.patch.object(operations, name, queued(getattr(operations, name))))
             patches.enter_context(mock.patch.object(torch.Tensor, "new_empty", kept))
             yield self.backends[rank]
 
@@ -271,9 +272,9 @@ def test_the_stream_that_multiplies_waits_for_no_signal(size):
         ranks.finish(0)
         captured = [node for graph in capture(ranks, lambda: program(ranks, 40)) for node in graph.nodes]
         in_graph = [node for node in captured if _is_main(ranks, node.stream)]
-    for operations in (eager, in_graph):
-        assert sum("sum_of_products" in op.what for op in operations) == size * size * 3
-        assert not [op.what for op in operations if op.what.startswith("flag")]
+    for queued in (eager, in_graph):
+        assert sum("sum_of_products" in op.what for op in queued) == size * size * 3
+        assert not [op.what for op in queued if op.what.startswith("flag")]
     assert any(node.what.startswith("flag") for node in captured)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gtp.errors import DesyncError
-from gtp.ops.collective_backends import copy_engine
+from gtp.ops.collective_backends import copy_engine_operations as operations
 from gtp.ops.collective_backends.auto import AutoBackend
 from gtp.ops.collective_backends.copy_engine import CopyEngineBackend
 from tests.ops.test_copy_engine_backend import CPU, Ranks, program, sizes
@@ -50,8 +50,8 @@ def scatter_that_fails(ranks: Ranks, failing: Sequence[int], function: str, call
             if rank not in failing:
                 outs.append(ranks.copy(rank, backend.matmul_reduce_scatter([(a, b)])))
                 continue
-            fails = out_of_memory_after(calls, getattr(copy_engine, function))
-            with mock.patch.object(copy_engine, function, fails), pytest.raises(torch.OutOfMemoryError, match="mine"):
+            fails = out_of_memory_after(calls, getattr(operations, function))
+            with mock.patch.object(operations, function, fails), pytest.raises(torch.OutOfMemoryError, match="mine"):
                 backend.matmul_reduce_scatter([(a, b)])
     return outs
 
