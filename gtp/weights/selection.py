@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from gtp.errors import GTPStateError, GTPValueError
-from gtp.protocol import is_distributed_weight
-from gtp.runtime.replicated import refuse_other_owner
+from gtp.errors import GTPValueError
 from gtp.weights.axes import Axes, GroupOrMesh
+from gtp.weights.refusals import refuse_models, refuse_parameters
 
 
 @dataclasses.dataclass
@@ -84,11 +83,11 @@ def select(
 
     Raises:
         GTPValueError: a pattern matches nothing, nothing is left to shard, or a chosen parameter cannot be sharded.
-        GTPStateError: the model was sharded already.
+        GTPStateError: the model was sharded or wrapped already.
     """
+    refuse_models(model)
     sites = _sites(model)
-    _refuse_sharded(sites)
-    _refuse_sparse(model)
+    refuse_parameters((site.names[0], site.parameter) for site in sites)
     names = [name for site in sites for name in site.names]
     included, excluded = _patterns(include, "include", names), _patterns(exclude, "exclude", names)
     axes_of = _axes_lookup(axes, names)
@@ -156,43 +155,6 @@ def _unregistered(model: nn.Module, known: set[int]) -> dict[str, nn.Parameter]:
                     inside = {name: item} if isinstance(item, nn.Parameter) else {}
                 found.update({n: p for n, p in inside.items() if id(p) not in known})
     return found
-
-
-def _refuse_sharded(sites: list[_Site]) -> None:
-    for site in sites:
-        names, parameter = site.names, site.parameter
-        if nn.parameter.is_lazy(parameter):
-            raise GTPValueError(
-                f"{names[0]} has no shape yet: it belongs to a lazy module (nn.LazyLinear and the like). Run one "
-                "forward of the model, which gives it its shape, before gtp.shard_model and before the optimizer is "
-                "made"
-            )
-        if is_distributed_weight(parameter):
-            raise GTPStateError(
-                f"{names[0]} is sharded already. Shard a model once, from its root; give different axes to different "
-                "weights with a mapping from name pattern to group"
-            )
-        refuse_other_owner(names[0], parameter)
-        kind = type(parameter).__name__
-        if (
-            kind in ("DTensor", "FlatParameter")
-            or hasattr(parameter, "_fsdp_param")
-            or hasattr(parameter, "placements")
-        ):
-            raise GTPValueError(
-                f"{names[0]} is a {kind}: it is distributed by another library (FSDP, tensor parallel DTensor). gtp "
-                "shards plain parameters; apply gtp.shard_model to the plain model, and a mesh (replicate, gtp) for "
-                "more ranks"
-            )
-
-
-def _refuse_sparse(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise GTPValueError(
-                f"{name or 'the model'}: {type(module).__name__}(sparse=True) has sparse gradients, and gtp reduces "
-                "dense ones. Set sparse=False; the optimizer then is an ordinary one, not SparseAdam"
-            )
 
 
 def _patterns(patterns: Sequence[str] | str | None, argument: str, names: list[str]) -> list[str] | None:

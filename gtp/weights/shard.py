@@ -61,7 +61,7 @@ def shard_model(
         exclude: Name patterns of what to leave replicated.
         config: Settings, see `GTPConfig`.
         init: Called as `init(name, tensor)` with each full tensor of a model on the meta device, to fill it in place,
-            one at a time. Default: each module's `reset_parameters`.
+            one at a time; refused for other models. Default: each module's `reset_parameters`.
         device: Where a model on the meta device goes. Default: the current CUDA device for NCCL groups, else the CPU.
         transport: A transport instance in place of the one that `config` names, for tests.
 
@@ -70,7 +70,7 @@ def shard_model(
 
     Raises:
         GTPValueError: bad group, pattern or parameter; nothing to shard; several devices.
-        GTPStateError: the model was sharded already, or holds gradients.
+        GTPStateError: the model was sharded already, is wrapped in DistributedDataParallel, or holds gradients.
         DesyncError: ranks call this with different models or settings.
     """
     config = GTPConfig() if config is None else config
@@ -78,6 +78,7 @@ def shard_model(
         raise GTPValueError(f"config must be a GTPConfig, got {type(config).__name__}: write gtp.GTPConfig(...)")
     selection = select(model, group_or_mesh, include=include, exclude=exclude, min_numel=config.min_numel)
     _require_no_gradients(selection)
+    _require_use_of_init(selection, init)
     target = _device_of(selection, device)
     layouts = _layouts(selection, config)
     require_agreement(selection, config, target)
@@ -189,6 +190,15 @@ def _require_no_gradients(selection: Selection) -> None:
                 f"{choice.name}: it holds a gradient, which gtp cannot tell to be reduced or not. Call "
                 "model.zero_grad() (or take the optimizer step) before gtp.shard_model"
             )
+
+
+def _require_use_of_init(selection: Selection, init: Callable[[str, torch.Tensor], None] | None) -> None:
+    on_meta = any(c.parameter.is_meta for c in selection.choices) or any(b.value.is_meta for b in selection.buffers)
+    if init is not None and not on_meta:
+        raise GTPValueError(
+            "init= fills the tensors of a model on the meta device, and nothing of this one is: it would never be "
+            "called. Initialize the model before gtp.shard_model, or build it under torch.device('meta')"
+        )
 
 
 def _device_of(selection: Selection, wanted: torch.device | str | None) -> torch.device:

@@ -106,12 +106,15 @@ def _refused_parameters():
         ({"config": gtp.GTPConfig(min_numel=65)}, r"found nothing to shard.*64 elements, below min_numel=65"),
         ({"config": {"alignment": 2}}, r"config must be a GTPConfig, got dict: write gtp\.GTPConfig"),
         ({"device": "meta"}, r"device='meta' is for models on the meta device; this one is on cpu"),
+        ({"init": lambda name, tensor: tensor.zero_()}, r"init= .*it would never be called.*before gtp\.shard_model"),
     ]
     for options, message in cases:
         model = Odd()
         with pytest.raises(gtp.GTPValueError, match=re.compile(message, re.DOTALL)):
             gtp.shard_model(model, world, **options)
         assert not any(isinstance(p, gtp.GTPWeight) for p in model.parameters())
+    with pytest.raises(gtp.GTPValueError, match=r"takes an nn\.Module, got list.*nn\.ModuleList"):
+        gtp.shard_model([_model()], world)
     with pytest.raises(gtp.GTPValueError, match=r"made under torch\.inference_mode and can never be trained"):
         gtp.shard_model(_inferred(), world, include="weight")
     model = _model()

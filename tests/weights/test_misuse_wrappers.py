@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed._composable.replicate import replicate
@@ -112,6 +113,22 @@ def test_ddp_around_a_sharded_model_is_refused_before_it_broadcasts(ranks, init_
     """C91: whether it is given the model, a part of it, or a module that holds it. A weight that is sharded over one
     rank has no gradient that DDP could see."""
     ranks(2).run(_wrapped, init_sync, alone)
+
+
+def _wrapped_before():
+    for wrap in (lambda wrapper: wrapper, lambda wrapper: nn.Sequential(nn.Linear(6, 6), wrapper)):
+        with pytest.raises(gtp.GTPStateError, match=r"(the model|1): it is wrapped in Distributed.*wrapper\.module"):
+            gtp.shard_model(wrap(DistributedDataParallel(_model())), dist.group.WORLD)
+    model = _model()
+    wrapper = DistributedDataParallel(model)
+    gtp.shard_model(model, dist.group.WORLD)  # the wrapper is not seen from here
+    with pytest.raises(gtp.UnsupportedError, match=r"1\.weight.*take the wrapper away"):
+        wrapper(torch.ones(2, 6))
+
+
+def test_sharding_inside_of_ddp_is_refused(ranks):
+    """C91."""
+    ranks(2).run(_wrapped_before)
 
 
 def _replicated():
