@@ -252,11 +252,41 @@ def test_the_cpu_context_is_not_for_gpus(monkeypatch: pytest.MonkeyPatch):
         pass
 
 
+def test_the_cpu_context_makes_and_moves_everything_on_the_cpu():
+    """Also where compilers look functions of torch up, and where a device is a context."""
+    cuda = torch.device("cuda")
+    with megatron_on_cpu():
+        x = torch.ones(2, device="cuda")
+        made = [
+            x,
+            x.to("cuda"),
+            x.to(device=cuda),
+            x.to(cuda, torch.float64),
+            x.cuda(),
+            x.new_zeros(3, device="cuda:0"),
+        ]
+        made += [torch.empty_like(x, device=cuda), torch.tensor([1.0], device="cuda"), torch.randn(2, pin_memory=True)]
+        made += torch.nn.Linear(2, 2, device="cuda").cuda().to("cuda").parameters()
+        assert {t.device.type for t in made} == {"cpu"}
+        assert not any(t.is_pinned() for t in made)
+        assert x.to(torch.float64).dtype == torch.float64
+        assert torch.nn.Parameter(x).type() == "torch.cuda.FloatTensor"
+        assert x.type(torch.float64).dtype == torch.float64
+    with torch.device("meta"):
+        assert torch.empty(1).device.type == "meta"
+    assert (
+        torch.compile(lambda t: torch.zeros_like(t) + t.to(torch.float64), backend="eager", fullgraph=True)(x).sum()
+        == 2
+    )
+
+
 def test_the_cpu_context_leaves_nothing_behind():
-    before = dict(vars(torch.cuda))
+    owners = (torch, torch.Tensor, torch.cuda, torch.distributed)
+    before = [dict(vars(owner)) for owner in owners]
     with megatron_on_cpu():
         assert torch.ones(1, device="cuda").device.type == "cpu"
         assert torch.cuda.current_device() == torch.device("cpu")
-    assert {k: v for k, v in vars(torch.cuda).items() if k in before} == before
+    for owner, names in zip(owners, before, strict=True):
+        assert {k: v for k, v in vars(owner).items() if k in names or owner is torch.Tensor} == names
     with pytest.raises((RuntimeError, AssertionError)):
         torch.ones(1, device="cuda")
