@@ -9,7 +9,7 @@ tests say that vmap is no longer noticed.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch._functorch.vmap import _process_batched_inputs
@@ -18,15 +18,16 @@ from torch.distributed.utils import _sync_module_states
 from gtp.errors import UnsupportedError
 from gtp.weights.shard_tensor import LocalShard
 
+ASKED: Final = frozenset(["dim", "detach"])
+"""Names of the harmless functions."""
+
 
 def refuse_asker(name: str, args: tuple[Any, ...]) -> None:
-    """To be called by what `__torch_function__` calls, with the name of its function and its arguments.
+    """To be called by what `__torch_function__` calls, with a function of `ASKED` and its arguments.
 
     Raises:
         UnsupportedError: whoever called the function is about to take the shard for the weight.
     """
-    if name != "dim" and name != "detach":
-        return
     shard: LocalShard = args[0]
     code = sys._getframe(3).f_code  # of who called the function; then `__torch_function__`, what it calls, and this
     if name == "dim" and code is _process_batched_inputs.__code__ and not shard.origin.is_whole:
@@ -35,9 +36,8 @@ def refuse_asker(name: str, args: tuple[Any, ...]) -> None:
         raise refused_wrapper(shard.label)
 
 
-def inside_transform() -> bool:
-    """Whether a transform of torch.func is active."""
-    return torch._C._functorch.maybe_current_level() is not None
+transform_level: Final = torch._C._functorch.maybe_current_level
+"""The level of the innermost active transform of torch.func; None outside of all."""
 
 
 def refused_transform(what: str) -> UnsupportedError:

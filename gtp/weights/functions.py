@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from gtp.errors import GTPStateError, UnsupportedError
 from gtp.ops import embedding, linear
-from gtp.weights.askers import refuse_asker
+from gtp.weights.askers import ASKED, refuse_asker, transform_level
 from gtp.weights.rules import (
     METADATA,
     apply,
@@ -44,14 +44,16 @@ def dispatch(kind: type, func: Callable[..., Any], args: tuple[Any, ...], kwargs
         UnsupportedError: the function would need the full weight.
         GTPValueError: a tensor in the arithmetic does not have the shard's shape.
     """
-    name: str = getattr(func, "__name__", str(func))
     if func is F.linear or func is F.embedding:
-        refuse_transforms(name, args, kwargs)
+        if transform_level() is not None:  # asked here, because it is asked once per GEMM
+            refuse_transforms(func.__name__, args, kwargs)
         return linear(*args, **kwargs) if func is F.linear else embedding(*args, **kwargs)
     if func is torch.autograd.backward:  # its `inputs` may be weights
         return call_plain(func, args, kwargs)
+    name: str = getattr(func, "__name__", str(func))
     if name in METADATA:
-        refuse_asker(name, args)
+        if name in ASKED:
+            refuse_asker(name, args)
         return call_plain(func, args, kwargs)
     if name == "__get__":
         return _get(func, args)

@@ -17,7 +17,7 @@ from gtp.runtime.group import Member, WeightGroup
 from gtp.runtime.held import GradientMark, mark_of, plain_gradient
 from gtp.runtime.runtime import GTPRuntime, gather_now
 from gtp.runtime.schedule import Phase
-from gtp.weights.askers import inside_transform, refused_transform
+from gtp.weights.askers import refused_transform, transform_level
 from gtp.weights.full_tensor import differentiable_full_tensor
 from gtp.weights.functions import dispatch, not_the_leader
 from gtp.weights.layout import ShardLayout
@@ -138,7 +138,7 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
         """
         with _plain():
             differentiable = self.requires_grad and torch.is_grad_enabled()
-        if differentiable and inside_transform():
+        if differentiable and transform_level() is not None:
             raise refused_transform(f"{self.label}: full_tensor() in grad mode inside a transform of torch.func")
         return differentiable_full_tensor(self) if differentiable else self.gathered()
 

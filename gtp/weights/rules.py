@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from gtp.errors import GTPValueError, UnsupportedError
 from gtp.runtime.held import note_zeroing
-from gtp.weights.askers import inside_transform, refuse_asker, refused_transform
+from gtp.weights.askers import ASKED, refuse_asker, refused_transform, transform_level
 from gtp.weights.norms import foreach_norm, vector_norm
 from gtp.weights.shard_tensor import LocalShard, past_torch_function
 
@@ -95,7 +95,8 @@ def apply(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
         GTPValueError: a tensor in the arithmetic does not go with the shard's shape.
     """
     if name in METADATA:
-        refuse_asker(name, args)
+        if name in ASKED:
+            refuse_asker(name, args)
         return call_plain(func, args, kwargs)
     if name.startswith("_foreach_") or name in _FUSED or name == _UNSCALE:
         return _on_lists(func, name, args, kwargs)
@@ -120,20 +121,21 @@ def apply(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
         if view.shape != shard.origin.shape:
             raise needs_full(func, name, shard)
         return shard.local_state(view)
-    refuse_transforms(name, args, kwargs)
+    if transform_level() is not None:
+        refuse_transforms(name, args, kwargs)
     _require_shape(name, shard, tensors)
     result = _written(name, args, kwargs, shards, func)
     return result if name == "as_subclass" or writes(name, kwargs) else _remember(result, shard)
 
 
-def refuse_transforms(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """
+def refuse_transforms(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    """A function was called with a shard while a transform of torch.func is active.
+
     Raises:
-        UnsupportedError: a transform of torch.func is active, and a function is called with a shard.
+        UnsupportedError: always.
     """
-    if inside_transform():
-        shard = next(t for t in tensors_in((*args, *kwargs.values())) if isinstance(t, LocalShard))
-        raise refused_transform(f"{shard.label} was used by {name} inside a transform of torch.func (grad, vmap, ...)")
+    shard = next(t for t in tensors_in((*args, *kwargs.values())) if isinstance(t, LocalShard))
+    raise refused_transform(f"{shard.label} was used by {name} inside a transform of torch.func (grad, vmap, ...)")
 
 
 def _makes_graph(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], shards: Sequence[LocalShard]) -> bool:
@@ -152,7 +154,6 @@ def _is_mask(index: Any, shard: LocalShard) -> bool:
 
 
 def writes(name: str, kwargs: dict[str, Any]) -> bool:
-    """Whether a torch function of this name writes one of its arguments."""
     """Whether a torch function of this name writes one of its arguments."""
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name == "__setitem__" or name.startswith("__i") or kwargs.get("out") is not None

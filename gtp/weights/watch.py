@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from gtp.errors import GTPStateError
 from gtp.runtime.runtime import WHY_GRAPHS_BREAK
-from gtp.weights.askers import inside_transform, refused_transform, refused_wrapper
+from gtp.weights.askers import refused_transform, refused_wrapper, transform_level
 from gtp.weights.parameter import GTPWeight
 
 
@@ -31,7 +31,7 @@ def watch_parameters(root: nn.Module) -> None:
 
     def check(module: nn.Module) -> None:  # the root; not from outside, where it would make a cycle
         nonlocal views, known, objects
-        if inside_transform():
+        if transform_level() is not None:
             raise refused_transform(
                 f"{type(module).__name__} is sharded, and was called inside a transform of torch.func (grad, vmap, ...)"
             )
