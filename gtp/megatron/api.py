@@ -191,13 +191,13 @@ class Wrapping:
             refuse_settings(getattr(owner, "config", None))
         runtime = building.runtime_for(root, config, group, shards[0][1].device)
         if grouped:
-            weights = building.adopt(module, names, shards, runtime, group)
+            weights = building.adopt(root, module, names, shards, runtime, group)
             for weight in weights:
                 weight.is_routed_expert = True
             weights[0].weight_list = weights
             return weights
         return [
-            building.adopt(module, [name], [shard], runtime, group)[0]
+            building.adopt(root, module, [name], [shard], runtime, group)[0]
             for name, shard in zip(names, shards, strict=True)
         ]
 

@@ -14,6 +14,7 @@ import collections
 import dataclasses
 import re
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import cast
 
@@ -34,6 +35,7 @@ from gtp.weights.shard import convert, new_group
 from gtp.weights.state_dict import hook_state_dict
 
 _ATTRIBUTE = "gtp_runtime"
+_COMPLETION = "gtp_completion"
 
 
 def under_construction() -> Iterator[nn.Module]:
@@ -66,7 +68,8 @@ def runtime_for(
         transport, reason = choose_transport(config, _gtp_groups(process_group), device)
         runtime = GTPRuntime(config, transport, device, reason)
         # hooks in order: what completes the model and its shards comes before the forward begins for the runtime
-        _complete_at_first_forward(root)
+        root.__dict__[_COMPLETION] = completion = _Completion(root)
+        root.register_forward_pre_hook(lambda module, args: completion())
         wait_for_param_sync(root, runtime)
         runtime.attach(root)
         root.__dict__[_ATTRIBUTE] = runtime
@@ -87,6 +90,7 @@ def device_for(shard: torch.Tensor, process_group: dist.ProcessGroup) -> torch.d
 
 
 def adopt(
+    root: nn.Module,
     module: nn.Module,
     names: Sequence[str],
     shards: Sequence[tuple[ShardLayout, torch.Tensor]],
@@ -98,6 +102,7 @@ def adopt(
     The parameters stay the same objects, so every attribute that Megatron put on them stays too.
 
     Args:
+        root: Of the model, which has the runtime.
         names: Parameter names in `module`.
         shards: Per name, layout and this rank's shard.
     """
@@ -107,8 +112,9 @@ def adopt(
     adopted = []
     for position, (name, (layout, _)) in enumerate(zip(names, shards, strict=True)):
         parameter = module.get_parameter(name)
-        weight = convert(parameter, runtime, group, position, layout, MegatronGTPWeight)
-        adopted.append(cast(MegatronGTPWeight, weight))
+        weight = cast(MegatronGTPWeight, convert(parameter, runtime, group, position, layout, MegatronGTPWeight))
+        weight.before_first_use = root.__dict__[_COMPLETION]
+        adopted.append(weight)
     hook_state_dict(module)
     return adopted
 
@@ -123,6 +129,7 @@ def complete(root: nn.Module) -> None:
     balance_expert_gradients(root)
     for name, weight in root.named_parameters():
         if isinstance(weight, MegatronGTPWeight):
+            weight.before_first_use = None
             handle = weight.handle
             handle.name = handle.member.name = name
             if handle.position == 0:
@@ -146,14 +153,18 @@ def _look_a_block_ahead(runtime: GTPRuntime) -> None:
         runtime.config = dataclasses.replace(runtime.config, prefetch_bytes=max(4 * mean, *layers.values(), 0))
 
 
-def _complete_at_first_forward(root: nn.Module) -> None:
-    """What can be done only when the constructor has returned."""
+class _Completion:
+    """What can be done only when the constructor has returned: `complete`, once. At the first forward of the model, or
+    at the first use of a weight, for somebody may call parts of the model and never the whole."""
 
-    def once(module: nn.Module, args: object) -> None:
-        handle.remove()
-        complete(module)
+    def __init__(self, root: nn.Module) -> None:
+        self._root: weakref.ref[nn.Module] | None = weakref.ref(root)
 
-    handle = root.register_forward_pre_hook(once)
+    def __call__(self) -> None:
+        root = None if self._root is None else self._root()
+        if root is not None:
+            complete(root)
+            self._root = None
 
 
 def model_config(config: GTPConfig, per_token_loss: bool) -> GTPConfig:

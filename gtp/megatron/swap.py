@@ -60,7 +60,7 @@ def swap_parameters(model: nn.Module) -> GTPRuntime:
     device = building.device_for(next(model.parameters()), layers[0].group)
     runtime = building.runtime_for(model, config, layers[0].group, device)
     for layer in layers:
-        _shard(layer, runtime, config)
+        _shard(model, layer, runtime, config)
     _broadcast_replicated(model, groups.gtp_remat, groups.expt_gtp_remat)
     _announce(model, groups.gtp_remat, groups.expt_gtp_remat)
     return runtime
@@ -137,7 +137,7 @@ def _check(model: nn.Module, layers: Sequence[_Layer]) -> None:
             )
 
 
-def _shard(layer: _Layer, runtime: GTPRuntime, config: GTPConfig) -> None:
+def _shard(root: nn.Module, layer: _Layer, runtime: GTPRuntime, config: GTPConfig) -> None:
     module: Any = layer.module
     module.gtp_remat_size = layer.group.size()
     if layer.weight is None:
@@ -149,7 +149,7 @@ def _shard(layer: _Layer, runtime: GTPRuntime, config: GTPConfig) -> None:
     _broadcast(full, layer.group)
     layout = ShardLayout(tuple(full.shape), layer.group.size(), layer.group.rank(), config.alignment)
     shard = take_shard(full, layout, building.device_for(full, layer.group))
-    building.adopt(module, ["weight"], [(layout, shard)], runtime, layer.group)
+    building.adopt(root, module, ["weight"], [(layout, shard)], runtime, layer.group)
 
 
 def _broadcast_replicated(model: nn.Module, dense: dist.ProcessGroup | None, expert: dist.ProcessGroup | None) -> None:

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 
 from gtp.megatron.memory import ShardMemory
+from gtp.runtime.schedule import Phase
 from gtp.weights.parameter import GTPWeight
 
 _plain = torch._C.DisableTorchFunctionSubclass
@@ -31,6 +32,7 @@ class MegatronGTPWeight(GTPWeight):
     next_w: MegatronGTPWeight | None = None
     prev_w: MegatronGTPWeight | None = None
     gradient_scale = 1.0  # see [Note: the scale of expert gradients]
+    before_first_use: Callable[[], None] | None = None  # completes the model that the weight was built into
     _grad_accum_hook: Callable[[], None] | None = None
 
     # -- Megatron's own protocol ---------------------------------------------------------------------------------
@@ -78,6 +80,11 @@ class MegatronGTPWeight(GTPWeight):
         return self.handle.name
 
     # -- what the runtime and torch call -------------------------------------------------------------------------
+
+    def _materialize(self, phase: Phase) -> torch.Tensor | Sequence[torch.Tensor]:
+        if self.before_first_use is not None:
+            self.before_first_use()
+        return super()._materialize(phase)
 
     def finalize_group_grads(
         self, wgrads: torch.Tensor | Sequence[torch.Tensor]
