@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 import torch
 
+from gtp.testing.rank_processes import RankTemplates
 from gtp.testing.ranks import RankPools
 from tests import processes
 
@@ -21,7 +22,8 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPools]:
     """`ranks(world_size)` is a `RankPool` whose processes live across tests."""
-    pools = RankPools()
+    # what a GPU's libraries did before a fork does not work after it
+    pools = RankPools(templates=None if torch.cuda.is_available() else RankTemplates())
     yield pools
     pools.close()
 

@@ -32,6 +32,9 @@ from gtp.errors import GTPStateError, GTPValueError
 STACK_SIGNAL: Final = signal.SIGUSR1
 """A rank that receives it appends the Python stack of each of its threads to its stack file."""
 
+PARENT_GONE: Final = 1
+"""Exit code of a rank whose parent ended."""
+
 CURRENT: Final[contextvars.ContextVar[Worker]] = contextvars.ContextVar("gtp_rank_worker")
 
 
@@ -165,7 +168,7 @@ def _end_with_parent() -> None:
 
     def watch() -> None:
         multiprocessing.connection.wait([sentinel])
-        os._exit(1)
+        os._exit(PARENT_GONE)
 
     threading.Thread(target=watch, name="gtp-parent-watch", daemon=True).start()
 

@@ -23,6 +23,9 @@ seconds later (most often: they wait in a collective for the failed one) are sho
 rank fails but one does not answer in time, `RankTimeout` shows every such rank's stacks. Either way the pool's
 processes are killed, since their process group may be out of step, and the next `run` starts fresh ones.
 
+Processes start afresh, or are forked from templates that have imported torch (`RankTemplates` of
+`gtp.testing.rank_processes`); the tests here take templates, unless there is a GPU.
+
 `GTP_TEST_RANK_LOG=1` (with `pytest -s`) lets ranks print to the terminal as they go; otherwise what they print is shown
 when they fail.
 """
@@ -31,7 +34,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
@@ -49,6 +51,7 @@ import torch.distributed as dist
 
 from gtp.errors import GTPError, GTPValueError
 from gtp.testing import rank_worker
+from gtp.testing.rank_processes import ForkedRank, RankTemplates, one_thread, spawn_rank
 
 __all__ = ["RankFailure", "RankPool", "RankPools", "RankTimeout", "rank", "subgroup", "world_size"]
 
@@ -121,7 +124,7 @@ def subgroup(members: tuple[int, ...]) -> dist.ProcessGroup | None:
 class _Rank:
     """The parent's side of one rank process."""
 
-    process: SpawnProcess
+    process: SpawnProcess | ForkedRank
     pipe: Connection
     stack_file: Path
     output_file: Path | None
@@ -157,13 +160,20 @@ class RankPool:
         backend: Given to `torch.distributed.init_process_group`. With NCCL in it, rank r takes CUDA device r.
         grace: Seconds that the other ranks still get when one has failed.
         start_timeout: Seconds that the processes may take to start, import torch and find each other.
+        templates: Forks the processes, which then need not import torch; None: each is started afresh.
 
     Raises:
         GTPValueError: `world_size` below 1.
     """
 
     def __init__(
-        self, world_size: int, *, backend: str = "gloo", grace: float = 3.0, start_timeout: float = 180.0
+        self,
+        world_size: int,
+        *,
+        backend: str = "gloo",
+        grace: float = 3.0,
+        start_timeout: float = 180.0,
+        templates: RankTemplates | None = None,
     ) -> None:
         if world_size < 1:
             raise GTPValueError(f"world_size must be at least 1, got {world_size}")
@@ -171,6 +181,7 @@ class RankPool:
         self.backend = backend
         self.grace = grace
         self.start_timeout = start_timeout
+        self.templates = templates
         self._ranks: list[_Rank] = []
         self._store: dist.TCPStore | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -245,12 +256,10 @@ class RankPool:
         self._folder = tempfile.TemporaryDirectory(prefix="gtp-ranks-")
         folder = Path(self._folder.name)
         live = os.environ.get("GTP_TEST_RANK_LOG") == "1"
-        context = multiprocessing.get_context("spawn")
-        # read when the child loads its libraries, hence in the parent's environment; nested OpenMP pools of several
-        # ranks on few cores spin against each other
-        with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"):
+        with one_thread():
+            if self.templates is not None:
+                self.templates.prepare(self.world_size)
             for r in range(self.world_size):
-                mine, theirs = context.Pipe()
                 start = rank_worker.Start(
                     rank=r,
                     world_size=self.world_size,
@@ -259,12 +268,8 @@ class RankPool:
                     stack_file=folder / f"stacks{r}.txt",
                     output_file=None if live else folder / f"output{r}.txt",
                 )
-                process = context.Process(
-                    target=rank_worker.main, args=(start, theirs), name=f"gtp-rank{r}of{self.world_size}", daemon=True
-                )
-                process.start()
-                theirs.close()
-                self._ranks.append(_Rank(process, mine, start.stack_file, start.output_file))
+                process, pipe = spawn_rank(start) if self.templates is None else self.templates.fork(start)
+                self._ranks.append(_Rank(process, pipe, start.stack_file, start.output_file))
         self._collect("the start of the rank processes", self.start_timeout)
 
     def _collect(self, what: str, timeout: float) -> list[Any]:
@@ -332,16 +337,18 @@ class RankPools:
 
     Args:
         max_ranks: Rank processes that may be alive at once over all pools. A pool larger than that lives alone.
+        templates: For all pools; closed with them.
     """
 
-    def __init__(self, max_ranks: int = 10) -> None:
+    def __init__(self, max_ranks: int = 10, *, templates: RankTemplates | None = None) -> None:
         self.max_ranks = max_ranks
+        self.templates = templates
         self._pools: dict[tuple[int, str], RankPool] = {}
 
     def __call__(self, world_size: int, *, backend: str = "gloo") -> RankPool:
         """The pool of this size, with its processes if it was used lately."""
         key = (world_size, backend)
-        pool = self._pools.pop(key, None) or RankPool(world_size, backend=backend)
+        pool = self._pools.pop(key, None) or RankPool(world_size, backend=backend, templates=self.templates)
         while self._pools and sum(size for size, _ in self._pools) + world_size > self.max_ranks:
             self._pools.pop(next(iter(self._pools))).close()
         # a dict keeps the order of insertion: the last is the most recently used
@@ -352,6 +359,8 @@ class RankPools:
         """Ends all processes."""
         while self._pools:
             self._pools.popitem()[1].close()
+        if self.templates is not None:
+            self.templates.close()
 
 
 def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -384,17 +393,3 @@ def _receive(source: _Rank) -> tuple[str, Any]:
         return "error", f"the process ended with {how}"
     kind, value = pickle.loads(answer)
     return kind, value
-
-
-@contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -22,13 +22,14 @@ import torch.distributed as dist
 
 from gtp.errors import GTPStateError, GTPValueError
 from gtp.testing import ranks as rank_api
+from gtp.testing.rank_processes import RankTemplates
 from gtp.testing.ranks import RankFailure, RankPool, RankPools, RankTimeout
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
+def pool(ranks: RankPools) -> Iterator[RankPool]:
     """A pool of our own: these tests break it."""
-    with RankPool(2, grace=1.0) as made:
+    with RankPool(2, grace=1.0, templates=ranks.templates) as made:
         yield made
 
 
@@ -65,6 +66,10 @@ def let_go_of_it() -> bool:
 
 def who_am_i() -> tuple[int, int, int, int, int]:
     return os.getpid(), rank_api.rank(), rank_api.world_size(), dist.get_rank(), torch.get_num_threads()
+
+
+def parent_and_hash() -> tuple[int, int]:
+    return os.getppid(), hash("gtp")
 
 
 def draw() -> float:
@@ -240,14 +245,53 @@ def test_the_least_recently_used_pool_goes() -> None:
     pools.close()
 
 
+needs_templates = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks on GPUs start afresh")
+
+
+@needs_templates
+def test_ranks_of_templates_do_not_import_again_and_still_differ(ranks: RankPools) -> None:
+    """C41: ranks that hash alike would iterate over sets alike, and hide that others do not."""
+    with RankPool(2, templates=ranks.templates) as first, RankPool(2, templates=ranks.templates) as second:
+        before = first.run(parent_and_hash)
+        assert second.run(parent_and_hash) == before
+        assert len({parent for parent, _ in before} | {os.getpid()}) == 3
+        assert before[0][1] != before[1][1]
+        assert first.run(who_am_i)[0][0] != second.run(who_am_i)[0][0]
+
+
+@needs_templates
+def test_a_forked_rank_sees_the_environment_of_its_start(ranks: RankPools, monkeypatch: pytest.MonkeyPatch) -> None:
+    for color in ("red", "green"):
+        monkeypatch.setenv("GTP_TEST_COLOR", color)
+        with RankPool(1, templates=ranks.templates) as pool:
+            assert pool.run(os.getenv, "GTP_TEST_COLOR") == [color]
+
+
+@needs_templates
+def test_ranks_end_with_their_template_and_the_next_run_starts_another() -> None:
+    templates = RankTemplates()
+    with RankPool(1, templates=templates) as pool:
+        template = pool.run(parent_and_hash)[0][0]
+        rank = pool.run(who_am_i)[0][0]
+        os.kill(template, signal.SIGKILL)
+        _wait_for_the_end_of([rank])
+        another = pool.run(parent_and_hash)[0][0]
+        assert another != template
+        rank = pool.run(who_am_i)[0][0]
+        templates.close()
+        _wait_for_the_end_of([rank, another])
+
+
 def test_ranks_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     script = textwrap.dedent("""
         import os, signal
-        from tests.testing.test_ranks import who_am_i, sleep_on
+        from tests.testing.test_ranks import parent_and_hash, who_am_i
         from gtp.testing.ranks import RankPool
+        from gtp.testing.rank_processes import RankTemplates
         if __name__ == "__main__":
-            pool = RankPool(1)
-            print(pool.run(who_am_i)[0][0], flush=True)
+            fresh, forked = RankPool(1), RankPool(1, templates=RankTemplates())
+            ranks = [pool.run(who_am_i)[0][0] for pool in (fresh, forked)]
+            print(*ranks, forked.run(parent_and_hash)[0][0], flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
     """)
     path = tmp_path / "script.py"
@@ -256,16 +300,20 @@ def test_ranks_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": root}
     done = subprocess.run([sys.executable, str(path)], stdout=subprocess.PIPE, env=env, timeout=100, check=False)
     assert done.returncode == -signal.SIGKILL
-    pid = int(done.stdout)
+    _wait_for_the_end_of([int(pid) for pid in done.stdout.split()])
+
+
+def _wait_for_the_end_of(pids: list[int]) -> None:
     deadline = time.monotonic() + 10.0
-    while _alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not _alive(pid)
+    while any(map(_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not [pid for pid in pids if _alive(pid)]
 
 
 def _alive(pid: int) -> bool:
-    """Whether the process runs; one that has ended but was not yet reaped does not."""
+    """Whether a thread of the process runs; one that has ended but was not yet reaped does not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        return state != "Z" or len(os.listdir(f"/proc/{pid}/task")) > 1
     except FileNotFoundError:
         return False
