@@ -237,6 +237,12 @@ def _full_weight(module: nn.Module, name: str) -> torch.Tensor:
             f"{type(module).__name__}.{name} is a {type(parameter).__name__}: gtp shards plain parameters. Weights "
             "stored in FP8 need Megatron's own implementation"
         )
+    if parameter.is_meta:
+        raise UnsupportedError(
+            f"{type(module).__name__}.{name} is on the meta device, and Megatron would fill it when it is sharded "
+            "already. Turn init_model_with_meta_device off: each weight is cut as soon as it is built, so a rank never "
+            "holds more than one whole"
+        )
     return parameter.detach()
 
 

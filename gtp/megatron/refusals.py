@@ -34,6 +34,8 @@ _MODEL: Final[Mapping[str, str]] = MappingProxyType(
         "external_cuda_graph": _NO_GRAPHS,
         "delay_wgrad_compute": _NO_DELAYED_WGRAD,
         "overlap_dispatch_backward_with_experts_wgrad": _NO_DELAYED_WGRAD,
+        "defer_embedding_wgrad_compute": _NO_DELAYED_WGRAD,
+        "qk_clip": "it scales heads of the whole QKV matrix, of which a rank stores rows. Turn it off",
     }
 )
 """Field of `TransformerConfig` to why it must stay off."""

@@ -86,6 +86,11 @@ def a_weight_stored_otherwise(case: Case) -> None:
         bare_models(case, model_config(case))
 
 
+def built_on_the_meta_device(case: Case) -> None:
+    with torch.device("meta"), mock.patch.object(torch.cuda, "current_device", return_value=torch.device("meta")):
+        bare_models(case, model_config(case))
+
+
 def a_layer_that_multiplies_by_hand(case: Case) -> None:
     job = Job(case)
     layer = job.chunks[0].module.decoder.layers[0].mlp.linear_fc1
@@ -131,6 +136,17 @@ REFUSALS: dict[str, tuple[Case, Callable[[Case], object], str]] = {
         Case(gtp=2),
         Setting("delay_wgrad_compute", True),
         "UnsupportedError: delay_wgrad_compute=True .*would never be reduced",
+    ),
+    "deferred_wgrad": (
+        Case(gtp=2),
+        Setting("defer_embedding_wgrad_compute", True),
+        "UnsupportedError: defer_embedding_wgrad_compute=True .*would never be reduced",
+    ),
+    "qk_clip": (Case(gtp=2), Setting("qk_clip", True), "UnsupportedError: qk_clip=True .*of which a rank stores rows"),
+    "meta_device": (
+        Case(gtp=2, cpu_init=False),
+        built_on_the_meta_device,
+        r"UnsupportedError: VocabParallelEmbedding\.weight is on the meta device.*init_model_with_meta_device off",
     ),
     "zeros_of_padding": (
         Case(gtp=2, alignment=7),
