@@ -19,6 +19,7 @@ from gtp.weights.agreement import require_agreement
 from gtp.weights.axes import Axes, GroupOrMesh, broadcast_first, broadcast_first_bytes
 from gtp.weights.conversions import refuse_conversions
 from gtp.weights.cut import take_shard as take_shard
+from gtp.weights.foreign_inputs import refuse_foreign_inputs
 from gtp.weights.layout import ShardLayout
 from gtp.weights.meta import materialize_meta
 from gtp.weights.parameter import GTPWeight, WeightHandle
@@ -97,6 +98,7 @@ def shard_model(
     runtime.attach(model)
     watch_parameters(model)
     refuse_conversions(model)
+    refuse_foreign_inputs(model)
     hook_state_dict(model)
     runtime.report = ParameterReport.of(selection.choices, layouts, selection.unregistered)
     runtime.start()

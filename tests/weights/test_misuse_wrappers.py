@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
 
 import gtp
-from gtp.modules import LayerNormLinear
+from gtp.modules import LayerNormLinear, Linear
 from gtp.testing.ranks import rank, subgroup
 from tests.reference import assert_same_parameters
 from tests.weights.side_by_side import ROUNDED, SideBySide, inputs
@@ -163,6 +165,50 @@ def _beside_ddp():
 
 def test_ddp_around_another_model_is_fine(ranks):
     ranks(2).run(_beside_ddp)
+
+
+# --- inputs
+
+
+class _Plain(torch.Tensor):
+    """torch's own rule: other classes are asked, too."""
+
+
+class _Greedy(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _foreign_inputs():
+    twins = SideBySide(lambda: nn.Sequential(nn.Linear(6, 10, bias=False), nn.Embedding(10, 4)), optimizer=None)
+    linear, embedding = twins.sharded
+    rows, ids = [torch.ones(2, 6), torch.ones(3, 6)], [torch.tensor([1, 2]), torch.tensor([1])]
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    for name, call in {
+        r"0\.weight.*NestedTensor": lambda: linear(nested),
+        r"0\.weight.*a NestedTensor": lambda: linear(input=nested),
+        r"1\.weight.*NestedTensor": lambda: embedding(torch.nested.nested_tensor(ids, layout=torch.jagged)),
+        r"0\.weight.*MaskedTensor": lambda: linear(torch.masked.masked_tensor(rows[0], rows[0] > 0)),
+        r"0\.weight.*_Greedy": lambda: linear(rows[0].as_subclass(_Greedy)),
+    }.items():
+        with pytest.raises(gtp.UnsupportedError, match=rf"{name}.*rows in place of the weight.*plain tensors"):
+            call()
+    wanted = twins.plain[0](rows[0])
+    for x in (rows[0], nn.Parameter(rows[0]), rows[0].as_subclass(_Plain)):
+        assert torch.equal(linear(x), wanted)
+    assert torch.equal(linear(nested.values()), twins.plain[0](torch.cat(rows)))
+    layer = Linear(6, 10, bias=False)  # asks the weight, whatever the input is
+    plain = copy.deepcopy(layer)
+    gtp.shard_model(layer, dist.group.WORLD)
+    for got, part in zip(layer(nested).unbind(), rows, strict=True):
+        assert torch.equal(got, plain(part))
+
+
+def test_inputs_that_would_compute_with_a_shard_are_refused(ranks):
+    """C65: nested tensors are asked before the weight."""
+    ranks(2).run(_foreign_inputs)
 
 
 # --- conversions

@@ -1,0 +1,45 @@
+"""Inputs that would meet a shard before `GTPWeight` hears of it.
+
+Of two arguments with a `__torch_function__` of their own torch asks the first, and in `F.linear(x, weight)` that is the
+input. One that runs the function past everybody else's rules, as torch's nested tensors do, would be multiplied by this
+rank's rows. The weight is not asked, so its module is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from gtp.errors import UnsupportedError
+from gtp.weights.parameter import GTPWeight
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def refuse_foreign_inputs(root: nn.Module) -> None:
+    """Makes the modules of `root` that give a sharded weight to torch's functions look at the type of their input."""
+    for module in root.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)) and isinstance(module._parameters.get("weight"), GTPWeight):
+            module.register_forward_pre_hook(_look, with_kwargs=True)
+
+
+def _look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for value in (*args, *kwargs.values()):
+        kind = type(value)
+        if kind not in _PLAIN and isinstance(value, torch.Tensor) and _answers_first(kind):
+            weight: Any = module._parameters.get("weight")
+            raise UnsupportedError(
+                f"{weight.name}: the input is a {kind.__name__}, whose own rules for torch functions would compute "
+                "with this rank's rows in place of the weight. Give the layer plain tensors (of a nested tensor: "
+                ".values(), or padded ones), or leave the weight unsharded with gtp.shard_model(exclude=...)"
+            )
+
+
+def _answers_first(kind: type[torch.Tensor]) -> bool:
+    """Whether a class of tensors computes what it is given with other classes: torch's own rule leaves it to them."""
+    rule: Any = kind.__torch_function__
+    if rule is torch._C._disabled_torch_function_impl or issubclass(kind, GTPWeight):
+        return False
+    return getattr(rule, "__func__", rule) is not torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
