@@ -39,7 +39,7 @@ class GradientMark:
             grad = parameter.grad
             assert grad is not None
             if type(grad) is torch.Tensor:
-                grad = grad.detach().as_subclass(MarkedGradient)
+                grad = torch.Tensor._make_subclass(MarkedGradient, grad)  # no view: those cannot be detached in place
                 torch.Tensor.grad.__set__(parameter, grad)  # type: ignore[union-attr]  # as it is, whatever it is of
             grad.gradient_mark = self  # type: ignore[attr-defined]
 
@@ -69,7 +69,7 @@ class MarkedGradient(torch.Tensor):
                 return result
             if result.shape != args[0].shape or not result.data_ptr():
                 return result
-            alias = result.as_subclass(cls)  # `.data`, `.detach()`: zeroing it zeroes the gradient
+            alias = torch.Tensor._make_subclass(cls, result)  # `.data`, `.detach()`: zeroing it zeroes the gradient
         alias.gradient_mark = mark  # type: ignore[attr-defined]
         return alias
 
@@ -90,7 +90,7 @@ def plain_gradient(grad: torch.Tensor) -> torch.Tensor:
     if type(grad) is not MarkedGradient:
         return grad
     with _plain():
-        return grad.as_subclass(torch.Tensor)
+        return torch.Tensor._make_subclass(torch.Tensor, grad)
 
 
 def note_zeroing(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -47,7 +47,10 @@ class ShardRows(LocalShard, torch.Tensor):
         if origin.is_whole:
             return tensor
         with plain_access():
-            rows = (tensor if tensor.requires_grad else tensor.detach()).as_subclass(ShardRows)
+            if tensor.requires_grad:
+                rows = tensor.as_subclass(ShardRows)
+            else:  # no view: those cannot be detached in place, which is an old way to zero gradients
+                rows = torch.Tensor._make_subclass(ShardRows, tensor)
         rows.origin = origin
         if weight is not None:
             rows.memory_of = weight

@@ -179,6 +179,30 @@ def test_arithmetic_stays_arithmetic(ranks):
     ranks(2).run(_elementwise)
 
 
+def _zeroed_the_old_way():
+    """Gradients as autograd left them, replaced, held by no_sync, and after that."""
+    twins = SideBySide(_model)
+    for step, made in enumerate(("left", "replaced", "held", "after")):
+        if made == "held":
+            with twins.runtime.no_sync():
+                twins.backward(inputs(step, 3, 6), check=False)
+        else:
+            twins.backward(inputs(step, 3, 6))
+        for parameter in (*twins.plain.parameters(), *twins.sharded.parameters()):
+            if made == "replaced":
+                parameter.grad = parameter.grad * 2
+            parameter.grad.detach_()
+            parameter.grad.zero_()
+            parameter.data.detach_()
+            assert not parameter.grad.requires_grad
+        twins.backward(inputs(step + 10, 3, 6))
+        twins.update()
+
+
+def test_gradients_are_detached_and_zeroed_in_place(ranks):
+    ranks(2).run(_zeroed_the_old_way)
+
+
 OPTIMIZERS = {
     "SGD": lambda p, **o: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, **o),
     "Adam": lambda p, **o: torch.optim.Adam(p, lr=0.01, amsgrad=True, **o),
