@@ -64,6 +64,7 @@ def _made_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 def _tensor_to(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     on_cpu = _made_on_cpu(to)
 
+    @functools.wraps(to)
     def moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if args and _names_cuda(args[0]):
             args = (_CPU, *args[1:])
@@ -72,11 +73,16 @@ def _tensor_to(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return moved
 
 
-def _tensor_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return tensor
+def _tensor_cuda(cuda: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(cuda)
+    def stays(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor
+
+    return stays
 
 
 def _tensor_type(type_of: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(type_of)
     def named(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = type_of(tensor, *args, **kwargs)
         # a subclass may have asked this function itself
@@ -97,6 +103,7 @@ def _all_gather(all_gather: Callable[..., Any]) -> Callable[..., Any]:
 def _names_made_on_cpu() -> list[tuple[Any, str, Any]]:
     """Owner, name and replacement of what makes or moves tensors.
 
+    Of methods, subclasses of tensors are asked for the replacement: torch looks for the name. So it has the same name.
     Imports make tables of torch's functions, by the functions themselves, and so does the first use of a device as a
     context manager. Those that Megatron causes are made before anything is replaced.
     """
@@ -107,7 +114,7 @@ def _names_made_on_cpu() -> list[tuple[Any, str, Any]]:
         *[(torch, name, _made_on_cpu(getattr(torch, name))) for name in _FACTORIES],
         *[(torch.Tensor, name, _made_on_cpu(getattr(torch.Tensor, name))) for name in _METHODS],
         (torch.Tensor, "to", _tensor_to(torch.Tensor.to)),
-        (torch.Tensor, "cuda", _tensor_cuda),
+        (torch.Tensor, "cuda", _tensor_cuda(torch.Tensor.cuda)),
         (torch.Tensor, "type", _tensor_type(torch.Tensor.type)),
         (dist, "all_gather", _all_gather(dist.all_gather)),
     ]

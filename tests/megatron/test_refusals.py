@@ -296,6 +296,47 @@ def test_the_cpu_context_makes_and_moves_everything_on_the_cpu():
     )
 
 
+class Asked(torch.Tensor):
+    """Knows what it was asked, by function."""
+
+    functions: list[Any]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args[0].functions.append(func)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_the_cpu_context_asks_subclasses_for_functions_by_their_names():
+    x = torch.ones(2).as_subclass(Asked)
+    x.functions = []
+    with megatron_on_cpu():
+        x.to(torch.cuda.current_device())
+        assert x.type() == "torch.cuda.FloatTensor"
+        x.new_zeros(1, device="cuda")
+        torch.empty_like(x, device="cuda")
+        assert x.functions == [
+            torch.Tensor.to,
+            torch.Tensor.type,
+            torch.Tensor.new_zeros,
+            torch._C._VariableFunctions.empty_like,
+        ]
+    assert [f.__name__ for f in x.functions] == ["to", "type", "new_zeros", "empty_like"]
+
+
+def sharded_model_moved(case: Case) -> tuple[bool, bool, set[str]]:
+    with environment(case):
+        (model,) = bare_models(case, model_config(case))
+        before = list(model.parameters())
+        model.to(torch.cuda.current_device())
+        moved = all(p is q for p, q in zip(before, model.cuda().parameters(), strict=True))
+        return moved, any(isinstance(p, gtp.megatron.MegatronGTPWeight) for p in before), {p.type() for p in before}
+
+
+def test_sharded_models_move_to_the_device_that_megatron_names(ranks: Any):
+    assert ranks(2).run(sharded_model_moved, Case(gtp=2)) == [(True, True, {"torch.cuda.FloatTensor"})] * 2
+
+
 def test_the_cpu_context_leaves_nothing_behind():
     owners = (torch, torch.Tensor, torch.cuda, torch.distributed)
     before = [dict(vars(owner)) for owner in owners]
