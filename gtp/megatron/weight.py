@@ -87,12 +87,13 @@ class MegatronGTPWeight(GTPWeight):
         return super()._materialize(phase)
 
     def finalize_group_grads(
-        self, wgrads: torch.Tensor | Sequence[torch.Tensor]
+        self, wgrads: torch.Tensor | Sequence[torch.Tensor | None]
     ) -> torch.Tensor | Sequence[torch.Tensor | None] | None:
         """Starts reducing the full wgrads, which may be scaled in place."""
         if self.gradient_scale != 1.0:
             for wgrad in [wgrads] if isinstance(wgrads, torch.Tensor) else wgrads:
-                wgrad.mul_(self.gradient_scale)
+                if wgrad is not None:
+                    wgrad.mul_(self.gradient_scale)
         return super().finalize_group_grads(wgrads)
 
     def run_gradient_hooks(self) -> None:

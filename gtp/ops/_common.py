@@ -52,11 +52,21 @@ def outside_graphs[F: Callable[..., Any]](function: F) -> F:
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., torch.Tensor]:
     """`function.apply`, past what torch's own does in Python for transforms of `torch.func`, which takes as long as a
-    small product. Inside a transform it is torch's own, which refuses."""
+    small product.
+
+    Raises:
+        UnsupportedError: called inside such a transform.
+    """
     direct: Callable[..., torch.Tensor] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def apply(*args: Any) -> torch.Tensor:
-        return (function.apply if torch._C._are_functorch_transforms_active() else direct)(*args)
+        if torch._C._are_functorch_transforms_active():
+            raise UnsupportedError(
+                "a distributed weight, or one that collects main_grad, was used inside a transform of torch.func "
+                "(grad, vmap, ...), which does not carry gathers and reductions. Use torch.autograd (loss.backward(), "
+                "torch.autograd.grad), and a batch dimension in place of vmap; or transform the plain model"
+            )
+        return direct(*args)
 
     return apply
 

@@ -77,23 +77,28 @@ class Reducer:
         self._lent[full.data_ptr()] = wgrad
         return full
 
-    def finalize(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> None:
-        """Takes the full wgrads of a group: those of `grad_buffer` are kept, and copies of others."""
+    def finalize(self, group: WeightGroup, wgrads: Sequence[torch.Tensor | None]) -> None:
+        """Takes the full wgrads of a group: those of `grad_buffer` are kept, and copies of others. None: no part of
+        the group's use came from this weight, and so it gets none."""
         _require_logical_shapes(group, wgrads)
-        padded = [self._take(group, member, wgrad) for member, wgrad in zip(group.members, wgrads, strict=True)]
+        pairs = zip(group.members, wgrads, strict=True)
+        trained = [wgrad is not None and self._owner(member).wants_gradient() for member, wgrad in pairs]
+        padded = self._take_all(group, wgrads)
         if self.accumulate_only:
-            for member, contribution in zip(group.members, padded, strict=True):
-                self._hold(group, member, contribution)
+            for member, contribution, gets in zip(group.members, padded, trained, strict=True):
+                if gets:
+                    self._hold(group, member, contribution)
+                else:
+                    self._pool.let_go(contribution.buffer)
             return
         if self._unreduced:
-            self._add_to_held(group, padded)
-        self._start(group, padded if len(padded) == 1 else self._alike(group, padded))
+            self._add_to_held(group, padded, trained)
+        self._start(group, padded if len(padded) == 1 else self._alike(group, padded), trained)
 
-    def reduce_now(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def reduce_now(self, group: WeightGroup, wgrads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """The reduced gradients of the shards in fresh tensors, complete in the order of the current stream."""
         _require_logical_shapes(group, wgrads)
-        padded = [self._take(group, member, wgrad) for member, wgrad in zip(group.members, wgrads, strict=True)]
-        padded = self._alike(group, padded)
+        padded = self._alike(group, self._take_all(group, wgrads))
         into = [self._owner(member).new_gradient() for member in group.members]
         ticket = self._transport.start_reduce(
             group, [w.padded for w in padded], into, [False] * len(into), self._divisors[group.index]
@@ -173,6 +178,12 @@ class Reducer:
             padded[member.rows :].zero_()
         return _Wgrad(member, buffer, padded)
 
+    def _take_all(self, group: WeightGroup, wgrads: Sequence[torch.Tensor | None]) -> list[_Wgrad]:
+        return [
+            self._zeros(group, member) if wgrad is None else self._take(group, member, wgrad)
+            for member, wgrad in zip(group.members, wgrads, strict=True)
+        ]
+
     def _take(self, group: WeightGroup, member: Member, wgrad: torch.Tensor) -> _Wgrad:
         lent = self._lent.pop(wgrad.data_ptr(), None)
         if lent is not None and lent.member is member and _is_laid_out_as(wgrad, lent.padded):
@@ -222,15 +233,17 @@ class Reducer:
             return None
         return held
 
-    def _add_to_held(self, group: WeightGroup, padded: list[_Wgrad]) -> None:
-        """Where earlier backwards held something for a member, its entry of `padded` becomes the sum."""
+    def _add_to_held(self, group: WeightGroup, padded: list[_Wgrad], trained: list[bool]) -> None:
+        """Where earlier backwards held something for a member, its entry of `padded` becomes the sum, and it gets it
+        even if it was frozen since."""
         for position, member in enumerate(group.members):
             held = self._held(member)
             if held is not None:
                 del self._unreduced[member]
-                held.padded += padded[position].padded
+                if trained[position]:
+                    held.padded += padded[position].padded
                 self._pool.let_go(padded[position].buffer)
-                padded[position] = held
+                padded[position], trained[position] = held, True
 
     def _flush_held(self) -> None:
         """Reduces what earlier backwards held and this one had nothing to add to."""
@@ -240,23 +253,28 @@ class Reducer:
             return
         for group in self._groups:
             if any(member in self._unreduced for member in group.members):
-                padded = []
-                for member in group.members:
-                    held = self._unreduced.pop(member, None)
-                    if held is None:
-                        held = self._lease(group, member, torch.promote_types(group.compute_dtype, torch.float32))
-                        held.padded.zero_()
-                    padded.append(held)
-                self._start(group, self._alike(group, padded))
+                held = [self._unreduced.pop(member, None) for member in group.members]
+                padded = [h or self._zeros(group, member) for h, member in zip(held, group.members, strict=True)]
+                self._start(group, self._alike(group, padded), [h is not None for h in held])
 
-    def _start(self, group: WeightGroup, padded: list[_Wgrad]) -> None:
+    def _zeros(self, group: WeightGroup, member: Member) -> _Wgrad:
+        """What travels for a member that has nothing to add."""
+        wgrad = self._lease(group, member, self._reduce_dtype or group.compute_dtype)
+        wgrad.padded.zero_()
+        return wgrad
+
+    def _start(self, group: WeightGroup, padded: list[_Wgrad], trained: list[bool]) -> None:
+        """
+        Args:
+            trained: Per member whether it gets what is reduced for it.
+        """
         into: list[torch.Tensor] = []
         accumulate: list[bool] = []
-        for member in group.members:
+        for member, gets in zip(group.members, trained, strict=True):
             owner = self._owner(member)
             known = self._targets.get(member)
-            if not owner.wants_gradient():
-                target, has_value = owner.new_gradient(), False  # frozen, in a group that is not: nobody gets it
+            if not gets:
+                target, has_value = owner.new_gradient(), False
             elif known is None:
                 target, has_value = owner.gradient_target()
                 self._targets[member] = owner, target
@@ -294,9 +312,9 @@ def _ranks_of(group: WeightGroup) -> int:
     return group.size * (1 if group.replicate_group is None else group.replicate_group.size())
 
 
-def _require_logical_shapes(group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> None:
+def _require_logical_shapes(group: WeightGroup, wgrads: Sequence[torch.Tensor | None]) -> None:
     for member, wgrad in zip(group.members, wgrads, strict=True):
-        if wgrad.shape != member.logical_shape:
+        if wgrad is not None and wgrad.shape != member.logical_shape:
             raise GTPStateError(
                 f"{member.name}: a wgrad has the logical shape {member.logical_shape}, got {tuple(wgrad.shape)}"
             )

@@ -115,20 +115,9 @@ class GTPRuntime:
 
     def attach(self, root: torch.nn.Module) -> None:
         """Brackets the forwards of `root`: within them weights are prefetched."""
-
-        # Dynamo must not trace the bookkeeping. Decorated here and not at import, which would load Dynamo for
-        # everybody.
-        enter = torch.compiler.disable(self.enter_forward, reason=WHY_GRAPHS_BREAK)
-        leave = torch.compiler.disable(self.exit_forward, reason=WHY_GRAPHS_BREAK)
-
-        def before(module: torch.nn.Module, args: Any) -> None:
-            enter()
-
-        def after(module: torch.nn.Module, args: Any, output: Any) -> None:
-            leave()
-
-        root.register_forward_pre_hook(before)
-        root.register_forward_hook(after, always_call=True)
+        bracket = _Bracket(self)
+        root.register_forward_pre_hook(bracket.before)
+        root.register_forward_hook(bracket.after, always_call=True)
 
     # -- lines ---------------------------------------------------------------------------------------------------
 
@@ -185,8 +174,9 @@ class GTPRuntime:
         self._ready()
         return self._reducer.grad_buffer(group, position)
 
-    def finalize(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    def finalize(self, group: WeightGroup, wgrads: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
         """Starts the reduction of a group's wgrads; they are delivered before backward ends, or at once outside one.
+        None stands for a weight that had no part in what was differentiated.
 
         Returns:
             None; inside `gradients_returned` the reduced gradients `[shard_rows, *trailing]`, one per weight.
@@ -343,6 +333,24 @@ class GTPRuntime:
             "a GTPRuntime holds process groups, streams and buffers, and cannot be copied or pickled: "
             "save state dicts (gtp.checkpoint), and call gtp.shard_model on the copy of the plain model"
         )
+
+
+class _Bracket:
+    """A runtime's hooks around a forward. Who copies or pickles the model comes from them to `GTPRuntime.__reduce__`,
+    which says what to do."""
+
+    def __init__(self, runtime: GTPRuntime) -> None:
+        self._runtime = runtime
+        # Dynamo must not trace the bookkeeping. Decorated here and not at import, which would load Dynamo for
+        # everybody.
+        self._enter = torch.compiler.disable(runtime.enter_forward, reason=WHY_GRAPHS_BREAK)
+        self._leave = torch.compiler.disable(runtime.exit_forward, reason=WHY_GRAPHS_BREAK)
+
+    def before(self, module: torch.nn.Module, args: Any) -> None:
+        self._enter()
+
+    def after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self._leave()
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

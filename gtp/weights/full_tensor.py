@@ -28,11 +28,8 @@ class _FullTensor(torch.autograd.Function):
         refuse_double_backward([ctx.weight])
         if not is_wanted(ctx, 0):
             return None
-        wgrads = [
-            # a copy of what others may be reading: whoever finalizes may scale in place
-            grad.clone() if position == handle.position else grad.new_zeros((member.rows, *member.trailing))
-            for position, member in enumerate(handle.group.members)
-        ]
+        wgrads: list[torch.Tensor | None] = [None] * len(handle.group.members)
+        wgrads[handle.position] = grad.clone()  # others may be reading it, and whoever finalizes may scale in place
         outcomes = _leader(handle).finalize_group_grads(wgrads)
         if outcomes is None or isinstance(outcomes, torch.Tensor):
             return outcomes

@@ -178,9 +178,12 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
         return self._materialize(Phase.BACKWARD)
 
     def finalize_group_grads(
-        self, wgrads: torch.Tensor | Sequence[torch.Tensor]
+        self, wgrads: torch.Tensor | Sequence[torch.Tensor | None]
     ) -> torch.Tensor | Sequence[torch.Tensor | None] | None:
         """Starts reducing the full wgrads. Deferred: the gradient arrives before backward ends.
+
+        Beyond the contract, None stands for a weight of the group that had no part in what was differentiated; it gets
+        no gradient.
 
         Ready, which is synchronous, in a backward whose gradients the caller wants returned (`torch.autograd.grad`).
         """

@@ -81,7 +81,7 @@ def _per_consume() -> float:
 
 def test_calls_per_consume_in_a_whole_step(ranks: object) -> None:
     """A layer has two consumes, for which the op and half of a reduction each are counted as well."""
-    assert max(ranks(2).run(_per_consume)) <= 60  # type: ignore[operator]
+    assert max(ranks(2).run(_per_consume)) <= 62  # type: ignore[operator]
 
 
 def _per_weight(options: dict[str, bool]) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import re
 
 import pytest
@@ -149,7 +151,7 @@ REFUSED = {
     "share_memory": (lambda m: m.share_memory(), "share_memory_ needs the full weight"),
     "init": (lambda m: nn.init.normal_(m[0].weight), "a seed of its own.*Initialize the model before"),
     "reset_parameters": (lambda m: m[0].reset_parameters(), "a seed of its own"),
-    "deepcopy": (copy.deepcopy, "cannot be copied. Copy the plain model before"),
+    "deepcopy": (lambda m: copy.deepcopy(m[0].weight), "cannot be copied. Copy the plain model before"),
 }
 
 
@@ -169,6 +171,18 @@ def _moved():
 
 def test_a_sharded_model_is_moved_and_cast_rightly_or_refused_by_name(ranks):
     ranks(2).run(_moved)
+
+
+def _copied():
+    twins = SideBySide(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6)))
+    for way in (copy.deepcopy, pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
+        with pytest.raises(gtp.UnsupportedError, match="cannot be copied or pickled: save state dicts"):
+            way(twins.sharded)
+        twins.step(inputs(0, 3, 8))
+
+
+def test_a_sharded_model_is_not_copied_or_pickled_whole(ranks):
+    ranks(2).run(_copied)
 
 
 def _cast_before():

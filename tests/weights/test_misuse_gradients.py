@@ -9,10 +9,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gtp
+from gtp.modules import GroupedLinear
 from gtp.testing.collectives import late_collectives
 from gtp.testing.ranks import rank
 from tests.reference import data_parallel_backward, full_grad
-from tests.weights.side_by_side import ROUNDED, SideBySide, inputs, square
+from tests.weights.side_by_side import ROUNDED, SideBySide, adamw, inputs, square
 
 
 def _model():
@@ -139,6 +140,59 @@ def _zeroed(set_to_none, earlier):
 def test_zero_grad_drops_what_no_sync_held(ranks, set_to_none):
     for earlier in (True, False):
         ranks(2).run(_zeroed, set_to_none, earlier)
+
+
+def _frozen_while_held(what):
+    """A gradient that no_sync holds is the parameter's, and stays so when the parameter is frozen before the backward
+    that reduces."""
+    twins = SideBySide(_model, optimizer=None, **ROUNDED)
+    with twins.runtime.no_sync():
+        twins.backward(inputs(0, 3, 8), check=False)
+    for model in (twins.plain, twins.sharded):
+        (model[0].weight if what == "weight" else model[0]).requires_grad_(False)
+    twins.backward(inputs(1, 3, 8))
+    twins.backward(inputs(2, 3, 8))
+
+
+@pytest.mark.parametrize("what", ["weight", "layer"])
+def test_a_parameter_frozen_while_no_sync_holds_its_gradient_gets_it(ranks, what):
+    """C58."""
+    ranks(3).run(_frozen_while_held, what)
+
+
+class _Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts, self.linear = GroupedLinear(3, 6, 6, bias=False), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def _one_expert(number):
+    def loss(model, x):
+        weight = model.experts.get_parameter(f"weight{number}")
+        weight = weight.full_tensor() if isinstance(weight, gtp.GTPWeight) else weight
+        return square(model, x) + (x @ weight.t()).square().mean()
+
+    return loss
+
+
+def _alone_in_its_group():
+    """Weight decay and momentum move what has a gradient, if only of zeros."""
+    twins = SideBySide(_Experts, optimizer=adamw, **ROUNDED)
+    twins.step(inputs(0, 3, 6), _one_expert(1))
+    assert twins.sharded.experts.weight0.grad is None
+    with twins.runtime.no_sync():
+        twins.backward(inputs(1, 3, 6), _one_expert(1), check=False)
+    twins.backward(inputs(2, 3, 6), _one_expert(0))
+    twins.step(inputs(3, 3, 6), _one_expert(1))
+    twins.step(inputs(4, 3, 6))
+
+
+def test_a_loss_of_one_experts_weight_gives_the_others_no_gradient(ranks):
+    """C65."""
+    ranks(3).run(_alone_in_its_group)
 
 
 def _interrupted(with_grad):

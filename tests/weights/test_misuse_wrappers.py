@@ -49,6 +49,8 @@ def _transforms():
     for name, use in uses.items():
         with pytest.raises(gtp.UnsupportedError, match=r"'1\.weight'.*inside a transform of torch\.func"):
             print(name, "gave", use())
+    with pytest.raises(gtp.UnsupportedError, match=r"used inside a transform of torch\.func.*a batch dimension"):
+        torch.vmap(lambda x: gtp.ops.linear(x, weight))(xs)
     # constants are constants: norms and, without grad mode, whole weights
     whole = twins.plain[1].weight.detach()
     got = torch.vmap(lambda x: x * torch.linalg.vector_norm(weight.data))(xs)
