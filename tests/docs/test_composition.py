@@ -75,9 +75,10 @@ REST = """
 
 Double backward; indexing, arithmetic and other functions that need the full weight; `deepcopy`, pickling; `load_state_dict`
 with `assign=True`; `register_hook` on a sharded weight; sharding twice; DTensor and FSDP parameters; under Megatron's flag:
-FP8, CUDA graphs, delayed wgrads, optimizers that look at a matrix (SOAP and others; Muon works), counting zeros where there is
-padding, `average_in_collective`, several distributed-optimizer instances, shards that tensor parallelism does not divide
-(`tests/megatron/test_refusals.py`).
+FP8, CUDA graphs, delayed and deferred wgrads, QK clipping, the meta device, optimizers that look at a matrix (SOAP and
+others; Muon works), counting zeros where there is padding, `average_in_collective`, several distributed-optimizer
+instances, shards that tensor parallelism does not divide, saved-tensor hooks around Transformer Engine's linears
+(`tests/megatron/test_refusals.py`, `test_saved_tensors.py`).
 """
 
 
