@@ -51,6 +51,7 @@ def _keeping_weights(original: Any) -> Any:
 
     class LinearWithGradAccumulationAndAsyncCommunication(original):  # type: ignore[misc]  # its graph node's name
         __wrapped__ = original
+        __module__ = original.__module__
 
         @staticmethod
         def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, *args: Any) -> Any:
