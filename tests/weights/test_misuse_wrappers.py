@@ -198,6 +198,9 @@ def _foreign_inputs():
         with pytest.raises(gtp.UnsupportedError, match=rf"{name}.*rows in place of the weight.*plain tensors"):
             call()
     wanted = twins.plain[0](rows[0])
+    assert isinstance(linear, nn.Linear)
+    assert repr(linear) == repr(twins.plain[0])
+    assert not linear._forward_pre_hooks  # torch.cuda.make_graphed_callables takes no module that has any
     for x in (rows[0], nn.Parameter(rows[0]), rows[0].as_subclass(_Plain)):
         assert torch.equal(linear(x), wanted)
     assert torch.equal(linear(nested.values()), twins.plain[0](torch.cat(rows)))
