@@ -8,7 +8,6 @@ cost more at every call, and torch graphs no module that has one (`torch.cuda.ma
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -22,13 +21,15 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 def refuse_foreign_inputs(root: nn.Module) -> None:
     """Makes the modules of `root` that give a sharded weight to torch's functions look at the type of their input."""
+    classes: dict[type, type] = {}  # one for all modules of a class
     for module in root.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)) and isinstance(module._parameters.get("weight"), GTPWeight):
-            kind: Any = type(module)
-            module.__class__ = _that_looks(kind)
+            kind = type(module)
+            if kind not in classes:
+                classes[kind] = _that_looks(kind)
+            module.__class__ = classes[kind]
 
 
-@functools.cache
 def _that_looks(kind: Any) -> Any:
     """A subclass of a class of modules, under its name, that refuses foreign inputs."""
 
