@@ -41,7 +41,7 @@ class Event:
     end: float
 
 
-def kind_of(name: str, category: str) -> str:
+def kind_of(name: str) -> str:
     """Compute, or what kind of communication. In graphs, large copies on one GPU are kernels of the driver."""
     if "Memcpy PtoP" in name:
         return "copy"
@@ -62,7 +62,7 @@ def events_of(trace: dict[str, Any]) -> list[Event]:
         if category in ("kernel", "gpu_memcpy", "gpu_memset"):
             start, duration = float(e["ts"]), float(e["dur"])
             stream = int(e.get("args", {}).get("stream", e.get("tid", 0)))
-            found.append(Event(kind_of(e["name"], category), e["name"], stream, start, start + duration))
+            found.append(Event(kind_of(e["name"]), e["name"], stream, start, start + duration))
     return sorted(found, key=lambda e: e.start)
 
 

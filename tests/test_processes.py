@@ -20,13 +20,25 @@ def item(name: str, code: str, **options: Any) -> Any:
 
 def test_output_folder_environment_and_priority(tmp_path: Path) -> None:
     code = (
-        "import os, sys; print(os.environ['COLOR'], os.environ['OMP_NUM_THREADS'], os.nice(0)); open(sys.argv[1], 'w')"
+        "import os, sys, time; time.sleep(0.5); print(os.environ['COLOR'], os.environ['OMP_NUM_THREADS'], os.nice(0)); "
+        "open(sys.argv[1], 'w')"
     )
     test = item("a", code, env={"COLOR": "red"})
     processes = Processes([test], tmp_path)
     ended = processes.ended(test)
-    assert ended == Ended(0, f"red 1 {os.nice(0) + NICENESS}\n", tmp_path / "0")
+    assert ended == Ended(0, f"red 1 {min(os.nice(0) + NICENESS, 19)}\n", tmp_path / "0")
     assert (ended.folder / "file").exists()
+    processes.close()
+
+
+def test_a_program_that_hangs_fails_its_own_test_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.processes.PATIENCE", 2.0)
+    tests = [item("a", "import time; time.sleep(600)"), item("b", "print('next')")]
+    processes = Processes(tests, tmp_path)
+    with pytest.raises(TimeoutError):
+        processes.ended(tests[0])
+    monkeypatch.undo()
+    assert processes.ended(tests[1]).stdout == "next\n"
     processes.close()
 
 

@@ -14,8 +14,9 @@ _plain = torch._C.DisableTorchFunctionSubclass
 
 
 class ShardMemory(torch.Tensor):
-    """A weight's own memory, or a view of it: a plain tensor to whoever reads it, and the weight is told before it is
-    written, so that the write is ordered against gathers. All ranks must write alike. Padding stays zero.
+    """A weight's own memory, or a view of it: a plain tensor to whoever reads it, and the weight is told before a torch
+    function writes it, so that the write is ordered against gathers. `torch.distributed` and C++ extensions write it
+    unseen, as Megatron's buffers are written. All ranks must write alike. Padding stays zero.
 
     What is computed from it is plain, and so are copies and what is pickled.
     """
@@ -53,7 +54,7 @@ class ShardMemory(torch.Tensor):
             result = func(*_unmarked(args), **_unmarked(kwargs))
         for weight in weights:
             weight.clear_padding()
-        source = next((t for t in tensors_in(args) if isinstance(t, cls)), None)
+        source = next((t for t in tensors_in((*args, *kwargs.values())) if isinstance(t, cls)), None)
         return result if source is None else _views_marked(result, source)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -16,11 +16,13 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess, SpawnProcess
 from multiprocessing.reduction import recv_handle, send_handle
+from typing import NamedTuple
 
 from gtp.errors import GTPStateError
 from gtp.testing import rank_worker
@@ -55,6 +57,14 @@ def spawn_rank(start: rank_worker.Start) -> tuple[SpawnProcess, Connection]:
     process.start()
     theirs.close()
     return process, mine
+
+
+class _Surroundings(NamedTuple):
+    """What a fresh process would have from the one that starts it."""
+
+    environment: dict[str, str]
+    folder: str
+    path: list[str]
 
 
 class ForkedRank:
@@ -108,13 +118,19 @@ class _Template:
     def fork(self, start: rank_worker.Start) -> tuple[ForkedRank, Connection]:
         serial = next(self.serials)
         mine, theirs = multiprocessing.Pipe()
-        self.pipe.send((serial, start, dict(os.environ)))
-        send_handle(self.pipe, theirs.fileno(), self.process.pid)
-        theirs.close()
-        while serial not in self.pids:
-            if not self.process.is_alive():
-                raise GTPStateError(f"{self.process.name}, the process that forks ranks, has ended: run again")
-            self.hear(1.0)
+        try:
+            self.pipe.send((serial, start, _Surroundings(dict(os.environ), os.getcwd(), list(sys.path))))
+            send_handle(self.pipe, theirs.fileno(), self.process.pid)
+            theirs.close()
+            while serial not in self.pids:
+                if not self.process.is_alive():
+                    raise GTPStateError(f"{self.process.name}, the process that forks ranks, has ended: run again")
+                self.hear(1.0)
+        except BaseException:
+            # a time-out of a test, or Ctrl-C: what the template says next would be taken for something else
+            self.process.kill()
+            self.process.join()
+            raise
         rank = self.ranks[serial] = ForkedRank(self, self.pids.pop(serial))
         return rank, mine
 
@@ -131,7 +147,7 @@ class _Template:
             return True
         if exitcode is None:
             self.pids[serial] = pid
-        else:
+        elif serial in self.ranks:
             self.ranks.pop(serial).exitcode = exitcode
         return True
 
@@ -167,7 +183,7 @@ class RankTemplates:
 
 
 def main(pipe: Connection) -> None:
-    """Entry point of a template: forks a rank per `(serial, start, environment)` and says when it began and ended."""
+    """Entry point of a template: forks a rank per `(serial, start, surroundings)` and says when it began and ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.collect()
     gc.freeze()
@@ -177,12 +193,12 @@ def main(pipe: Connection) -> None:
         for ready in multiprocessing.connection.wait([pipe, *ranks]):
             if ready is pipe:
                 try:
-                    serial, start, environment = pipe.recv()
-                except EOFError:
+                    serial, start, surroundings = pipe.recv()
+                except (EOFError, ConnectionResetError):
                     os._exit(0)  # ranks watch this process
                 rank_pipe = Connection(recv_handle(pipe))
                 name = f"gtp-rank{start.rank}of{start.world_size}"
-                rank = context.Process(target=_rank, args=(start, environment, rank_pipe), name=name, daemon=True)
+                rank = context.Process(target=_rank, args=(start, surroundings, rank_pipe), name=name, daemon=True)
                 rank.start()
                 rank_pipe.close()
                 ranks[rank.sentinel] = serial, rank
@@ -195,7 +211,9 @@ def main(pipe: Connection) -> None:
                 rank.close()
 
 
-def _rank(start: rank_worker.Start, environment: dict[str, str], pipe: Connection) -> None:
+def _rank(start: rank_worker.Start, surroundings: _Surroundings, pipe: Connection) -> None:
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(surroundings.environment)
+    os.chdir(surroundings.folder)
+    sys.path[:] = surroundings.path
     rank_worker.main(start, pipe)

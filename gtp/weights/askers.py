@@ -2,21 +2,25 @@
 
 [Note: who asks] `torch.vmap` over a shard and the broadcast of DistributedDataParallel take its memory in C++, past
 `__torch_function__`. Just before, both ask something harmless of each tensor in Python, and whose code asks is seen on
-the stack. Where a later torch asks otherwise, the first forward still refuses the wrapper (`gtp.weights.watch`), and
-tests say that vmap is no longer noticed.
+the stack, below what modes of torch functions put there (`torch.set_default_device`). Where a later torch asks
+otherwise, the first forward still refuses the wrapper (`gtp.weights.watch`), and tests say that vmap is no longer
+noticed.
 """
 
 from __future__ import annotations
 
 import sys
+from types import FrameType, ModuleType
 from typing import Any, Final
 
 import torch
-from torch._functorch.vmap import _process_batched_inputs
-from torch.distributed.utils import _sync_module_states
+import torch._functorch.vmap
+import torch.distributed.utils
 
 from gtp.errors import UnsupportedError
 from gtp.weights.shard_tensor import LocalShard
+
+_MOST_BETWEEN = 12  # frames: some modes, each with a call or two of its own
 
 ASKED: Final = frozenset(["dim", "detach"])
 """Names of the harmless functions."""
@@ -28,12 +32,27 @@ def refuse_asker(name: str, args: tuple[Any, ...]) -> None:
     Raises:
         UnsupportedError: whoever called the function is about to take the shard for the weight.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return  # neither asks there, and the stack is Dynamo's
     shard: LocalShard = args[0]
-    code = sys._getframe(3).f_code  # of who called the function; then `__torch_function__`, what it calls, and this
-    if name == "dim" and code is _process_batched_inputs.__code__ and not shard.origin.is_whole:
-        raise refused_transform(f"{shard.label} was given to torch.vmap")
-    if name == "detach" and code is _sync_module_states.__code__:
+    if name == "dim":
+        if not shard.origin.is_whole and _calls(torch._functorch.vmap, "_process_batched_inputs"):
+            raise refused_transform(f"{shard.label} was given to torch.vmap")
+    elif _calls(torch.distributed.utils, "_sync_module_states"):
         raise refused_wrapper(shard.label)
+
+
+def _calls(module: ModuleType, name: str) -> bool:
+    """Whether a function of torch has called the present one, with modes and `__torch_function__` in between."""
+    code = getattr(getattr(module, name, None), "__code__", None)
+    frame: FrameType | None = sys._getframe(4)  # who called the function, if there is no mode
+    for _ in range(_MOST_BETWEEN):
+        if frame is None:
+            return False
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
 
 
 transform_level: Final = torch._C._functorch.maybe_current_level

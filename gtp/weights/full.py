@@ -35,25 +35,30 @@ def full_weights(model: nn.Module, *, write: bool = False) -> Iterator[dict[str,
         full = {name: weight.gathered() for name, weight in weights.items()}
     before = {name: _Seen(tensor, tensor._version, weights[name].shard._version) for name, tensor in full.items()}
     yield full
-    changed = [name for name, weight in weights.items() if before[name].differs(weight, full.get(name))]
     strangers = [name for name in full if name not in weights]
-    if (changed or strangers) and not write:
-        raise GTPValueError(
-            f"{', '.join([*changed, *strangers])}: changed inside a read-only full_weights context, and the change is "
-            "lost. Use gtp.full_weights(model, write=True)"
-        )
+    if not write:
+        changed = [name for name, weight in weights.items() if before[name].differs(weight, full.get(name))]
+        if changed or strangers:
+            raise GTPValueError(
+                f"{', '.join([*changed, *strangers])}: changed inside a read-only full_weights context, and the change "
+                "is lost. Use gtp.full_weights(model, write=True)"
+            )
+        return
     if strangers:
         raise GTPValueError(
             f"{', '.join(strangers)}: full_weights writes the weights that it yields, and no sharded weight has that "
             f"name. Names are {', '.join(weights)}"
         )
-    for name in changed:
+    # `.data` and numpy write without a trace, and what they wrote may lie in the rows of some ranks only: so all is
+    # written that nobody else has written in the meantime, which all ranks see alike
+    written = [name for name, weight in weights.items() if before[name].may_differ(weight, full.get(name))]
+    for name in written:
         tensor, shape = full.get(name), weights[name].layout.logical_shape
         if tensor is None or tuple(tensor.shape) != shape:
             given = None if tensor is None else tuple(tensor.shape)
             raise GTPValueError(f"{name}: full_weights needs the logical shape {shape}, got {given}")
     with torch.no_grad():
-        for name in changed:
+        for name in written:
             weight = weights[name]
             weight.runtime.before_write()
             weight.plain_shard()[weight.layout.valid_slice].copy_(full[name][weight.layout.shard_slice])
@@ -66,12 +71,17 @@ class _Seen(NamedTuple):
     version: int
     shard_version: int
 
+    def may_differ(self, weight: GTPWeight, tensor: torch.Tensor | None) -> bool:
+        """Whether what the context holds now may not be what was yielded. The same on all ranks."""
+        touched = tensor is not self.tensor or tensor._version != self.version
+        return touched or weight.shard._version == self.shard_version
+
     def differs(self, weight: GTPWeight, tensor: torch.Tensor | None) -> bool:
-        """Whether what the context holds now is not what was yielded."""
+        """Whether what the context holds now is not what was yielded, as far as this rank's rows tell."""
         if tensor is not self.tensor or tensor._version != self.version:
             return True
-        # `.data` and numpy write past the version; a shard that somebody wrote in the meantime tells nothing
         if weight.shard._version != self.shard_version:
-            return False
+            return False  # somebody wrote the shard in the meantime: it tells nothing
         mine, theirs = weight.shard[weight.layout.valid_slice], tensor[weight.layout.shard_slice]
+        mine, theirs = mine.contiguous(), theirs.contiguous()
         return not torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))  # a NaN is itself

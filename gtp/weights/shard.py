@@ -17,13 +17,13 @@ from gtp.runtime.select import choose_transport
 from gtp.runtime.transport import Transport
 from gtp.weights.agreement import require_agreement
 from gtp.weights.axes import Axes, GroupOrMesh, broadcast_first, broadcast_first_bytes
-from gtp.weights.conversions import refuse_conversions
 from gtp.weights.cut import take_shard as take_shard
 from gtp.weights.foreign_inputs import refuse_foreign_inputs
 from gtp.weights.layout import ShardLayout
 from gtp.weights.meta import materialize_meta
 from gtp.weights.parameter import GTPWeight, WeightHandle
 from gtp.weights.report import ParameterReport
+from gtp.weights.scripting import refuse_scripting
 from gtp.weights.selection import Choice, Selection, select
 from gtp.weights.state_dict import hook_state_dict
 from gtp.weights.watch import watch_parameters
@@ -97,7 +97,7 @@ def shard_model(
             runtime.replicated.add(choice.name, choice.parameter, choice.axes.all)
     runtime.attach(model)
     watch_parameters(model)
-    refuse_conversions(model)
+    refuse_scripting(model)
     refuse_foreign_inputs(model)
     hook_state_dict(model)
     runtime.report = ParameterReport.of(selection.choices, layouts, selection.unregistered)

@@ -72,6 +72,14 @@ def parent_and_hash() -> tuple[int, int]:
     return os.getppid(), hash("gtp")
 
 
+def first_of_path() -> str:
+    return sys.path[0]
+
+
+def interrupted(*_: object) -> bool:
+    raise KeyboardInterrupt
+
+
 def draw() -> float:
     return torch.rand(()).item()
 
@@ -265,6 +273,32 @@ def test_a_forked_rank_sees_the_environment_of_its_start(ranks: RankPools, monke
         monkeypatch.setenv("GTP_TEST_COLOR", color)
         with RankPool(1, templates=ranks.templates) as pool:
             assert pool.run(os.getenv, "GTP_TEST_COLOR") == [color]
+
+
+@needs_templates
+def test_a_forked_rank_starts_in_the_folder_of_its_start(
+    ranks: RankPools, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "here")
+    with RankPool(1, templates=ranks.templates) as pool:
+        assert pool.run(os.getcwd) == [str(tmp_path)]
+        assert pool.run(first_of_path) == [str(tmp_path / "here")]
+
+
+@needs_templates
+def test_a_fork_that_was_interrupted_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the time-out of a test, or Ctrl-C."""
+    templates = RankTemplates()
+    with RankPool(1, templates=templates) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr("gtp.testing.rank_processes._Template.hear", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pool.run(who_am_i)
+        for _ in range(2):
+            assert pool.run(rank_api.rank) == [0]
+            pool.close()
+    templates.close()
 
 
 @needs_templates

@@ -12,7 +12,7 @@ import gtp
 from gtp.testing.collectives import late_collectives
 from gtp.testing.ranks import rank
 from tests.reference import full
-from tests.weights.side_by_side import ROUNDED, SideBySide, square
+from tests.weights.side_by_side import ROUNDED, SideBySide, inputs, square
 
 
 class LanguageModel(nn.Module):
@@ -212,3 +212,25 @@ def test_counts_and_shapes_are_the_logical_ones(ranks):
     answers = ranks(4).run(_counted)
     assert sum(count for count, _ in answers) == 22 * 16
     assert {shape for _, shape in answers} == {(22, 16)}
+
+
+def _written_on_one_rank():
+    """What numpy writes lies in one rank's rows, and all ranks must know that the weights were written."""
+    twins = SideBySide(lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)))
+    twins.plain[0].weight.detach().numpy()[0] += 1
+    with gtp.full_weights(twins.sharded, write=True) as full:
+        full["0.weight"].numpy()[0] += 1
+    versions = [p._version for p in twins.sharded.parameters()]
+    twins.check_parameters()
+    twins.step(inputs(0, 3, 6))
+    for weight in (twins.sharded[0].weight, twins.sharded[1].weight):
+        weight.data = torch.randn(weight.shard.t().shape).t()  # not contiguous
+    with gtp.full_weights(twins.sharded) as full:
+        assert set(full) == {"0.weight", "1.weight"}
+    return versions
+
+
+def test_a_write_by_numpy_is_one_on_every_rank(ranks):
+    """C67."""
+    first, second = ranks(2).run(_written_on_one_rank)
+    assert first == second
