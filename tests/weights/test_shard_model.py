@@ -216,7 +216,7 @@ def test_an_exception_in_forward_and_in_backward_is_followed_by_right_steps(rank
 
 
 def _steady_state():
-    _, sharded, runtime = pair(layers=6)
+    _, sharded, runtime = pair(layers=3)
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
     reserved = []
     for step in range(200):
