@@ -61,14 +61,21 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., torch.Ten
 
     def apply(*args: Any) -> torch.Tensor:
         if torch._C._are_functorch_transforms_active():
-            raise UnsupportedError(
+            raise refused_transform(
                 "a distributed weight, or one that collects main_grad, was used inside a transform of torch.func "
-                "(grad, vmap, ...), which does not carry gathers and reductions. Use torch.autograd (loss.backward(), "
-                "torch.autograd.grad), and a batch dimension in place of vmap; or transform the plain model"
+                "(grad, vmap, ...)"
             )
         return direct(*args)
 
     return apply
+
+
+def refused_transform(what: str) -> UnsupportedError:
+    """The error for transforms of torch.func, with what to use."""
+    return UnsupportedError(
+        f"{what}, which does not carry gathers and reductions. Use torch.autograd (loss.backward(), "
+        "torch.autograd.grad), and a batch dimension in place of vmap; or transform the plain model"
+    )
 
 
 def collects_main_grad(weight: torch.Tensor) -> bool:

@@ -18,6 +18,7 @@ import torch._functorch.vmap
 import torch.distributed.utils
 
 from gtp.errors import UnsupportedError
+from gtp.ops._common import refused_transform
 from gtp.weights.shard_tensor import LocalShard
 
 _MOST_BETWEEN = 12  # frames: some modes, each with a call or two of its own
@@ -57,14 +58,6 @@ def _calls(module: ModuleType, name: str) -> bool:
 
 transform_level: Final = torch._C._functorch.maybe_current_level
 """The level of the innermost active transform of torch.func; None outside of all."""
-
-
-def refused_transform(what: str) -> UnsupportedError:
-    """The error for transforms of torch.func, with what to use."""
-    return UnsupportedError(
-        f"{what}, which does not carry gathers and reductions. Use torch.autograd (loss.backward(), "
-        "torch.autograd.grad), and a batch dimension in place of vmap; or transform the plain model"
-    )
 
 
 def refused_wrapper(what: str) -> UnsupportedError:

@@ -119,15 +119,10 @@ def _check_move(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], weight
             elif isinstance(value, torch.Tensor):
                 target = value.device
     if target.type != source.type:
-        raise refused_move(weight, source, target)
-
-
-def refused_move(weight: GTPWeight, source: torch.device, target: torch.device) -> UnsupportedError:
-    """The error of who moves a weight to another kind of device."""
-    return UnsupportedError(
-        f"{weight.label}: moving a sharded weight from {source} to {target} would leave its runtime behind. "
-        "Move the model before gtp.shard_model; to look at the shard elsewhere use weight.shard.to(...)"
-    )
+        raise UnsupportedError(
+            f"{weight.label}: moving a sharded weight from {source} to {target} would leave its runtime behind. "
+            "Move the model before gtp.shard_model; to look at the shard elsewhere use weight.shard.to(...)"
+        )
 
 
 def not_the_leader(weight: GTPWeight) -> GTPStateError:

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from gtp.errors import GTPStateError, GTPValueError, UnsupportedError
+from gtp.ops._common import refused_transform
 from gtp.runtime.group import Member, WeightGroup
 from gtp.runtime.held import GradientMark, mark_of, plain_gradient
 from gtp.runtime.runtime import GTPRuntime, gather_now
 from gtp.runtime.schedule import Phase
-from gtp.weights.askers import refused_transform, transform_level
+from gtp.weights.askers import transform_level
 from gtp.weights.full_tensor import differentiable_full_tensor
 from gtp.weights.functions import dispatch, not_the_leader
 from gtp.weights.layout import ShardLayout
@@ -334,30 +335,21 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
         Raises:
             GTPValueError: they differ.
         """
-        self.require_kind(data)
-        with _plain():
-            self.before_write()
-            self.data = data.as_subclass(torch.Tensor)
-            torch.autograd.graph.increment_version(self)
-        self._look_at_storage()
-
-    def require_kind(self, data: torch.Tensor) -> None:
-        """Checks that `data` could be the shard.
-
-        Raises:
-            GTPValueError: shape, dtype or device type differ.
-        """
         with _plain():
             have, given = (
                 (tuple(self.shape), self.dtype, self.device.type),
                 (tuple(data.shape), data.dtype, data.device.type),
             )
-        if have != given:
-            raise GTPValueError(
-                f"{self.handle.name}: .data of a sharded weight must keep shape, dtype and device type {have}, "
-                f"got {given}. Convert or move the model before gtp.shard_model; GTPConfig(param_dtype=...) "
-                "changes the dtype that GEMMs compute in"
-            )
+            if have != given:
+                raise GTPValueError(
+                    f"{self.handle.name}: .data of a sharded weight must keep shape, dtype and device type {have}, "
+                    f"got {given}. Convert or move the model before gtp.shard_model; GTPConfig(param_dtype=...) "
+                    "changes the dtype that GEMMs compute in"
+                )
+            self.before_write()
+            self.data = data.as_subclass(torch.Tensor)
+            torch.autograd.graph.increment_version(self)
+        self._look_at_storage()
 
     def before_write(self) -> None:
         """Somebody is about to write the shard: see [Note: no stale reads]."""

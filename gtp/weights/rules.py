@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 import torch
 
 from gtp.errors import GTPValueError, UnsupportedError
+from gtp.ops._common import refused_transform
 from gtp.runtime.held import note_zeroing
-from gtp.weights.askers import ASKED, refuse_asker, refused_transform, transform_level
+from gtp.weights.askers import ASKED, refuse_asker, transform_level
 from gtp.weights.norms import foreach_norm, vector_norm
 from gtp.weights.shard_tensor import LocalShard, past_torch_function
 

@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import ParametrizationList
 
 from gtp.errors import GTPStateError
+from gtp.ops._common import refused_transform
 from gtp.runtime.runtime import WHY_GRAPHS_BREAK
-from gtp.weights.askers import refused_transform, refused_wrapper, transform_level
+from gtp.weights.askers import refused_wrapper, transform_level
 from gtp.weights.parameter import GTPWeight
 
 
