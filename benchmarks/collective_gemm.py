@@ -225,7 +225,7 @@ def timed(
     for row in new:
         products = 3 if "backward" in mode else 1
         row["tflops"] = round(products * case.flops / row["ms"] / 1e9, 1)
-        row["speedup_over_unfused"] = round(unfused / row["ms"], 4)
+        row["speedup_over_unfused"] = common.significant(unfused / row["ms"])
     common.say(f"{case.name}: {mode}")
     common.say(common.table(new, ["impl", "ms", "ms_min", "ms_max", "host_ms", "ratio", "tflops"]))
     return new

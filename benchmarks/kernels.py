@@ -46,7 +46,7 @@ def bandwidth(args: argparse.Namespace) -> list[dict[str, Any]]:
     for row in rows:
         row["gb_per_s"] = round(bytes_of[row["impl"]] / row["ms"] / 1e6, 1)
     for row in rows:
-        row["ratio"] = round(row["gb_per_s"] / rows[0]["gb_per_s"], 4)
+        row["ratio"] = common.significant(row["gb_per_s"] / rows[0]["gb_per_s"])
     print(common.table(rows, ["impl", "ms", "gb_per_s", "ratio"]))
     return rows
 

@@ -28,9 +28,8 @@ def test_it_runs_on_the_cpu(process: Ended) -> None:
     ]
     for alone, unfused in zip(rows[::2], rows[1::2], strict=True):
         assert alone["ratio"] == 1.0
-        assert unfused["ratio"] == pytest.approx(
-            alone["ms"] / unfused["ms"], rel=1e-3, abs=6e-5
-        )  # it has four decimals
+        # Three roundings to five digits each.
+        assert unfused["ratio"] == pytest.approx(alone["ms"] / unfused["ms"], rel=3e-4)
         assert unfused["speedup_over_unfused"] == 1.0
 
 

@@ -32,7 +32,8 @@ def test_it_runs_on_the_cpu(process: Ended) -> None:
     assert rows["unsharded"]["ratio"] == 1.0
     ours = rows["gtp process_group"]
     assert ours["ms_min"] <= ours["ms"] <= ours["ms_max"]
-    assert ours["ratio"] == pytest.approx(rows["unsharded"]["ms"] / ours["ms"], rel=1e-3)
+    # Three roundings to five digits each.
+    assert ours["ratio"] == pytest.approx(rows["unsharded"]["ms"] / ours["ms"], rel=3e-4)
     # 2 layers of 128 x 64, 64 x 64, 192 x 64 and 64 x 96 in fp32; half of each comes by wire. Gathered once or twice,
     # since what forward used last may still be there when backward begins, and reduced once.
     weights = 2 * (128 * 64 + 64 * 64 + 192 * 64 + 64 * 96) * 4
