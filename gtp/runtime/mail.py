@@ -74,7 +74,8 @@ class Mail:
                 self._note_release(domain, mailbox, capture)
         self._events.give(sent)
         driver.record(ready, self._adds)
-        return Ticket([ready])
+        # The additions know addresses only, and of what a frozen weight gets nobody else has the memory.
+        return Ticket([ready], into)
 
     def _push(
         self,
@@ -142,7 +143,7 @@ class Mail:
             own = total.data_ptr()
             alone(target, 0, own, own, 0, total.numel(), wide, divisor, adds_up, self._adds)
         self._driver.record(ticket.events[0], self._adds)
-        ticket.keep = totals
+        ticket.keep = (totals, into)
         return ticket
 
     def _adder_for(self, domain: Domain | None) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -395,3 +396,17 @@ def test_wgrads_of_unlike_dtypes_are_refused_however_often_the_group_was_reduced
     mixed = [torch.ones(3, 4), torch.ones(3, 8, dtype=torch.bfloat16)]  # as many bytes: no read out of bounds here
     with pytest.raises(GTPStateError, match=r"w0: the wgrads of one group must have one dtype, got torch\.bfloat16, t"):
         me.transport.start_reduce(me.groups[0], mixed, into, [False] * 2, 1)
+
+
+def test_memory_that_gets_a_gradient_lives_until_the_addition_is_done() -> None:
+    """A frozen weight of a group gets its gradient into memory that nobody wants; nobody else may have it before."""
+    (me,) = make_ranks(Machine(1), [(0,)], [[(3, 4), (3, 4)]])
+    me.transport._mail._adders[0, 1] = lambda *args: None  # as the kernel: it keeps nothing of what it is given
+    into = [torch.zeros(3, 4), torch.zeros(3, 4)]
+    alive = [weakref.ref(target) for target in into]
+    ticket = me.transport.start_reduce(me.groups[0], me.wgrads(me.groups[0], 1.0), into, [False] * 2, 1)
+    del into
+    assert all(target() is not None for target in alive)
+    me.transport.finish_reduce(ticket)
+    del ticket
+    assert all(target() is None for target in alive)
