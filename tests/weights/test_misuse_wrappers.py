@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -234,6 +235,35 @@ def _foreign_inputs():
 def test_inputs_that_would_compute_with_a_shard_are_refused(ranks):
     """C65: nested tensors are asked before the weight."""
     ranks(2).run(_foreign_inputs)
+
+
+class Doubled(nn.Linear):
+    def forward(self, input, scale=2):
+        return super().forward(input) * scale
+
+
+def _forwards():
+    twins = SideBySide(lambda: nn.Sequential(nn.Linear(6, 6), Doubled(6, 6), nn.Embedding(10, 4)), optimizer=None)
+    x = torch.ones(2, 6)
+    for mine, plain in zip(twins.sharded, twins.plain, strict=True):
+        assert type(mine) is type(plain)
+        # Hooks make every call dearer, and make_graphed_callables takes no module that has one.
+        assert not (mine._forward_hooks or mine._forward_pre_hooks or mine._backward_hooks or mine._backward_pre_hooks)
+        assert inspect.signature(mine.forward) == inspect.signature(plain.forward)
+    assert torch.equal(twins.sharded[1](x, scale=3), twins.plain[1](x, scale=3))
+    # a forward of the instance's own stays; so does a hook's right to look at the input first
+    layer = nn.Linear(6, 6)
+    plain = copy.deepcopy(layer)
+    layer.forward = lambda x: nn.Linear.forward(layer, -x)
+    gtp.shard_model(layer, dist.group.WORLD)
+    layer.register_forward_pre_hook(lambda _, args: tuple(a.values() if a.is_nested else a for a in args))
+    assert torch.equal(layer(x), plain(-x))
+    assert torch.equal(layer(torch.nested.nested_tensor([x, x], layout=torch.jagged)), plain(-torch.cat([x, x])))
+
+
+def test_looking_at_inputs_leaves_forwards_as_they_are(ranks):
+    """C65: no class, no hook of gtp on a layer; what a user's own forward or hook does is done."""
+    ranks(2).run(_forwards)
 
 
 # --- scripting
