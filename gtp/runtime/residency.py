@@ -99,14 +99,13 @@ class Gatherer:
             self._schedule.forget(index)
             copy = None
         if copy is None:
-            copy = self._start(group)
-            if decision.keep:
-                self._resident[index] = copy
+            # resident until it is handed out, so that it is let go like the others if memory runs out in between
+            copy = self._resident[index] = self._start(group)
         for coming in decision.prefetch:
             self._resident[coming] = self._start(self._groups[coming])
         full = self._hand_out(group, copy)
         if not decision.keep:
-            self._resident.pop(index, None)
+            del self._resident[index]
             self._pool.let_go(copy.buffer)
         return full
 
@@ -159,11 +158,13 @@ class Gatherer:
         self._interrupted = False
         self._refresh([group])
         self._transport.open(self._groups if was_open else [group])
-        copy = self._start(group)
-        full = self._hand_out(group, copy)
-        self._pool.let_go(copy.buffer)
-        if not was_open:
-            self._transport.close()
+        try:
+            copy = self._start(group)
+            full = self._hand_out(group, copy)
+            self._pool.let_go(copy.buffer)
+        finally:
+            if not was_open:
+                self._transport.close()
         return full
 
     def _end_line(self, dropped: Sequence[int]) -> None:
