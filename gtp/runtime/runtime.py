@@ -28,6 +28,7 @@ from gtp.runtime.replicated import ReplicatedGradients
 from gtp.runtime.residency import Gatherer
 from gtp.runtime.schedule import Phase, Schedule
 from gtp.runtime.stats import RuntimeStats
+from gtp.runtime.tracing import dispatch_modes, jit_trace, refuse_tracing
 from gtp.runtime.transport import Transport
 
 _log = logging.getLogger("gtp")
@@ -152,9 +153,15 @@ class GTPRuntime:
     # -- the contract's side -------------------------------------------------------------------------------------
 
     def materialize(self, group: WeightGroup, phase: Phase) -> list[torch.Tensor]:
-        """Full weights `[rows, *trailing]` of a group, plain tensors in the compute dtype."""
+        """Full weights `[rows, *trailing]` of a group, plain tensors in the compute dtype.
+
+        Raises:
+            UnsupportedError: the forward is being traced.
+        """
         if group.size == 1:
             return [m.shard.to(group.compute_dtype)[: m.rows] for m in group.members]
+        if dispatch_modes() or jit_trace() is not None:
+            refuse_tracing(group.name)
         task = self._ready()
         inside = True
         if task == NO_TASK:

@@ -18,6 +18,7 @@ from gtp.runtime.group import Member, WeightGroup
 from gtp.runtime.held import GradientMark, mark_of, plain_gradient
 from gtp.runtime.runtime import GTPRuntime, gather_now
 from gtp.runtime.schedule import Phase
+from gtp.runtime.tracing import refuse_tracing
 from gtp.weights.askers import transform_level
 from gtp.weights.full_tensor import differentiable_full_tensor
 from gtp.weights.functions import dispatch, not_the_leader
@@ -145,6 +146,7 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
 
     def gathered(self) -> torch.Tensor:
         """`full_tensor()`, as autograd sees it: a constant."""
+        refuse_tracing(self.label)
         group = self.handle.group
         self.handle.runtime.transport.agree(group.process_group, f"call full_tensor of {self.handle.name}")
         return gather_now(self.plain_shard(), self.group)[: self.handle.layout.rows].clone()

@@ -16,6 +16,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from gtp.errors import GTPStateError
 from gtp.ops._common import refused_transform
 from gtp.runtime.runtime import WHY_GRAPHS_BREAK
+from gtp.runtime.tracing import refuse_tracing
 from gtp.weights.askers import refused_wrapper, transform_level
 from gtp.weights.parameter import GTPWeight
 
@@ -24,7 +25,7 @@ def watch_parameters(root: nn.Module) -> None:
     """Makes every later forward of `root` check that its parameters are those of now. Fewer are fine.
 
     The forward raises `GTPStateError` where a parameter was added or replaced, `UnsupportedError` inside a transform of
-    `torch.func` and inside DistributedDataParallel.
+    `torch.func`, inside DistributedDataParallel and while it is traced.
     """
     views = _views(root)
     known = _look(views)
@@ -39,6 +40,7 @@ def watch_parameters(root: nn.Module) -> None:
         _refuse_wrapper()
         now = _look(views)
         if now != known:
+            refuse_tracing(type(module).__name__)  # torch.export puts other parameters in place of the model's
             _require_known(module, {id(held) for held in objects})
             views = _views(module)
             known = _look(views)

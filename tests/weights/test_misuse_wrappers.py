@@ -10,8 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._composable.replicate import replicate
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
 
 import gtp
 from gtp.modules import Linear
@@ -281,6 +284,39 @@ def _scripted():
 
 def test_scripting_is_refused(ranks):
     ranks(2).run(_scripted)
+
+
+def _traced():
+    twins = SideBySide(_model)
+    x = torch.ones(1, 6)
+    for trace in (
+        lambda: make_fx(twins.sharded)(x),
+        lambda: make_fx(twins.sharded[1])(x),
+        lambda: torch.export.export(twins.sharded, (x,), strict=False),
+        lambda: _under(FakeTensorMode(allow_non_fake_inputs=True), lambda: twins.sharded(x)),
+        lambda: torch.jit.trace(twins.sharded, (x,)),
+    ):
+        for grad in (torch.no_grad(), torch.enable_grad()):
+            with grad, pytest.raises(gtp.UnsupportedError, match=r"sharded.*would record.*Trace the plain model"):
+                trace()
+    with torch.no_grad(), pytest.raises(gtp.UnsupportedError, match=r"1\.weight.*would record"):
+        torch.jit.trace(lambda x: x + twins.sharded[1].weight.full_tensor().sum(), (x,))
+    # what only looks on does so, and symbolic tracing takes layers as they are
+    counter = FlopCounterMode(display=False)
+    assert torch.equal(_under(counter, lambda: twins.sharded(x)), twins.plain(x))
+    assert counter.get_total_flops() == 2 * (6 * 10 + 10 * 6)
+    assert torch.equal(torch.fx.symbolic_trace(twins.sharded)(x), twins.plain(x))
+    twins.step(inputs(0, 3, 6))
+
+
+def _under(mode, call):
+    with mode:
+        return call()
+
+
+def test_tracing_is_refused(ranks):
+    """C65: a trace would hold this moment's weights, or none of the gathers."""
+    ranks(2).run(_traced)
 
 
 def _printed():

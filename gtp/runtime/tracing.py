@@ -1,0 +1,37 @@
+"""Programs made by running a model once, in which gathers would be left out or their values baked in, are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gtp.errors import UnsupportedError
+
+jit_trace: Callable[[], Any] = torch._C._get_tracing_state
+"""The trace that `torch.jit.trace` is recording, or None."""
+
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many modes see every operation of torch: those of users, which only look on, and those of tracers."""
+
+_TRACERS = (
+    (torch._C._TorchDispatchModeKey.PROXY, "make_fx or torch.export"),
+    (torch._C._TorchDispatchModeKey.FAKE, "FakeTensorMode"),
+)
+
+
+def refuse_tracing(what: str) -> None:
+    """To be called where `jit_trace` or `dispatch_modes` answers something, before a weight is gathered.
+
+    Raises:
+        UnsupportedError: the forward is being traced.
+    """
+    tracers = [name for key, name in _TRACERS if torch._C._get_dispatch_mode(key) is not None]
+    if jit_trace() is not None:
+        tracers.append("torch.jit.trace")
+    if tracers:
+        raise UnsupportedError(
+            f"{what}: it is sharded, and {' under '.join(tracers)} would record its forward without the gathers, or "
+            "with today's weights for good. Trace the plain model; torch.compile works with sharded ones"
+        )
