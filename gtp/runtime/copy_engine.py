@@ -246,6 +246,12 @@ class CopyEngineTransport(Transport):
         divisor: int,
     ) -> Ticket:
         self._alive()
+        for member, target in zip(group.members, into, strict=True):
+            if not target.is_contiguous():  # the addition knows its address only
+                raise GTPStateError(
+                    f"{member.name}: its gradient would be added into memory with strides {target.stride()}, and the "
+                    "copy-engine transport adds into contiguous memory alone. Give the weight a contiguous main_grad"
+                )
         key = (group.index, *[wgrad.dtype for wgrad in wgrads])
         plan = self._reduce_plans.get(key)
         if plan is None:

@@ -87,7 +87,7 @@ class Transport(abc.ABC):
         Args:
             wgrads: Per member `[size * shard_rows, *trailing]`, padding rows zero, contiguous, in the wire dtype. Not
                 written by anybody until the ticket is finished.
-            into: Per member `[shard_rows, *trailing]`, any floating dtype.
+            into: Per member `[shard_rows, *trailing]`, contiguous, any floating dtype. Kept alive by the ticket.
             accumulate: Per member, whether `into` holds a value to add to.
             divisor: 1 for a sum; group size times replicas for a mean.
 

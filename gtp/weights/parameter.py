@@ -233,8 +233,9 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
             if main_grad is not None:
                 return main_grad.view(self.origin.shape).as_subclass(torch.Tensor), True
             grad = _get_grad(self)
-            # Without other ranks, uses are added to each other first and then to `.grad`, in autograd's own order.
-            if grad is not None and self.handle.group.size > 1:
+            # Without other ranks, uses are added to each other first and then to `.grad`, in autograd's own order. Where
+            # the user's tensor is laid out otherwise, it is added to at the end: transports write contiguous memory.
+            if grad is not None and self.handle.group.size > 1 and grad.is_contiguous():
                 return grad.detach().as_subclass(torch.Tensor), True
         return self.new_gradient(), False
 
@@ -254,7 +255,7 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
             if grad is None:
                 _set_grad(self, self.new_state(target))
             elif grad.data_ptr() != target.data_ptr():
-                # in a group of one, autograd has accumulated the weight's other uses in the meantime
+                # one that was laid out otherwise; or, in a group of one, what autograd accumulated in the meantime
                 _set_grad(self, plain_gradient(grad.add_(target)))
 
     def mark_held(self) -> GradientMark | None:

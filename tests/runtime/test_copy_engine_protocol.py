@@ -410,3 +410,11 @@ def test_memory_that_gets_a_gradient_lives_until_the_addition_is_done() -> None:
     me.transport.finish_reduce(ticket)
     del ticket
     assert all(target() is None for target in alive)
+
+
+def test_a_target_that_is_not_contiguous_is_refused() -> None:
+    machine = Machine(1)
+    (me,) = make_ranks(machine, [(0,)], [[(3, 4)]])
+    wgrads = me.wgrads(me.groups[0], 1.0)
+    with pytest.raises(GTPStateError, match=r"w0\.0: .* strides \(1, 3\).*Give the weight a contiguous main_grad"):
+        me.transport.start_reduce(me.groups[0], wgrads, [torch.zeros(4, 3).t()], [True], 1)

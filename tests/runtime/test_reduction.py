@@ -296,3 +296,32 @@ def _released_and_zeroed():
 
 def test_released_and_zeroed_after_a_backward_that_raised(ranks):  # C48
     ranks(2).run(_released_and_zeroed)
+
+
+def _gradient_laid_out_otherwise():
+    """The user's own `.grad` lies in memory column by column. Transports write contiguous memory."""
+    twins = SideBySide(_model, **ROUNDED)
+    transport, seen = twins.runtime.transport, []
+    start = transport.start_reduce
+
+    def look(group, wgrads, into, *rest):
+        seen.extend(target.is_contiguous() for target in into)
+        return start(group, wgrads, into, *rest)
+
+    transport.start_reduce = look
+    for parameter in twins.sharded.parameters():
+        if isinstance(parameter, gtp.GTPWeight):
+            by_column = torch.ones(parameter.shape[::-1]).t()
+            assert by_column.stride() == (1, parameter.shape[0])
+            parameter.grad = by_column
+        else:
+            parameter.grad = torch.ones_like(parameter)
+    for parameter in twins.plain.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for step in range(2):
+        twins.backward(inputs(step, 3, 8))
+    assert seen == [True] * 4
+
+
+def test_a_gradient_of_the_users_that_is_not_contiguous_is_added_to(ranks):
+    ranks(2).run(_gradient_laid_out_otherwise)
