@@ -27,6 +27,8 @@ from typing import NamedTuple
 from gtp.errors import GTPStateError
 from gtp.testing import rank_worker
 
+_LOOK_AGAIN = 0.5  # seconds
+
 __all__ = ["ForkedRank", "RankTemplates", "one_thread", "spawn_rank"]
 
 
@@ -188,27 +190,26 @@ def main(pipe: Connection) -> None:
     gc.collect()
     gc.freeze()
     context = multiprocessing.get_context("fork")
-    ranks: dict[int, tuple[int, ForkProcess]] = {}
+    ranks: dict[int, ForkProcess] = {}
     while True:
-        for ready in multiprocessing.connection.wait([pipe, *ranks]):
-            if ready is pipe:
-                try:
-                    serial, start, surroundings = pipe.recv()
-                except (EOFError, ConnectionResetError):
-                    os._exit(0)  # ranks watch this process
-                rank_pipe = Connection(recv_handle(pipe))
-                name = f"gtp-rank{start.rank}of{start.world_size}"
-                rank = context.Process(target=_rank, args=(start, surroundings, rank_pipe), name=name, daemon=True)
-                rank.start()
-                rank_pipe.close()
-                ranks[rank.sentinel] = serial, rank
-                pipe.send((serial, rank.pid, None))
-            else:
-                assert isinstance(ready, int)
-                serial, rank = ranks.pop(ready)
-                rank.join()
-                pipe.send((serial, rank.pid, rank.exitcode))
-                rank.close()
+        # A rank's sentinel is open in its children, too: one that outlives it must not hide that it has ended.
+        ready = multiprocessing.connection.wait([pipe, *(rank.sentinel for rank in ranks.values())], _LOOK_AGAIN)
+        if pipe in ready:
+            try:
+                serial, start, surroundings = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                os._exit(0)  # ranks watch this process
+            rank_pipe = Connection(recv_handle(pipe))
+            name = f"gtp-rank{start.rank}of{start.world_size}"
+            rank = context.Process(target=_rank, args=(start, surroundings, rank_pipe), name=name, daemon=True)
+            rank.start()
+            rank_pipe.close()
+            ranks[serial] = rank
+            pipe.send((serial, rank.pid, None))
+        for serial in [serial for serial, rank in ranks.items() if rank.exitcode is not None]:
+            rank = ranks.pop(serial)
+            pipe.send((serial, rank.pid, rank.exitcode))
+            rank.close()
 
 
 def _rank(start: rank_worker.Start, surroundings: _Surroundings, pipe: Connection) -> None:

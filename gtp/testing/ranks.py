@@ -53,6 +53,8 @@ from gtp.errors import GTPError, GTPValueError
 from gtp.testing import rank_worker
 from gtp.testing.rank_processes import ForkedRank, RankTemplates, one_thread, spawn_rank
 
+_LOOK_AGAIN = 0.5  # seconds, until processes that have said nothing are looked at
+
 __all__ = ["RankFailure", "RankPool", "RankPools", "RankTimeout", "rank", "subgroup", "world_size"]
 
 
@@ -280,7 +282,9 @@ class RankPool:
         deadline = time.monotonic() + timeout
         while waiting and (left := deadline - time.monotonic()) > 0:
             pipes = {r.pipe: i for i, r in waiting.items()}
-            for ready in multiprocessing.connection.wait(list(pipes), left):
+            answered = multiprocessing.connection.wait(list(pipes), min(left, _LOOK_AGAIN))
+            # the pipe of one that has ended stays open where a child of its own outlives it
+            for ready in answered or [r.pipe for r in waiting.values() if not r.process.is_alive()]:
                 i = pipes[ready]  # type: ignore[index]
                 kind, value = _receive(waiting.pop(i))
                 (results if kind in ("ok", "ready") else failures)[i] = value
@@ -385,6 +389,8 @@ def _send(pipe: Connection, message: bytes) -> None:
 
 def _receive(source: _Rank) -> tuple[str, Any]:
     try:
+        if not source.pipe.poll():
+            raise EOFError
         answer = source.pipe.recv_bytes()
     except (EOFError, OSError):
         source.process.join(5.0)

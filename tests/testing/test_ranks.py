@@ -217,6 +217,26 @@ def test_a_killed_process_is_named_with_its_signal(pool: RankPool) -> None:
     assert caught.value.failures == {0: "the process ended with signal 9"}
 
 
+def end_before_a_child(child: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(60)
+        os._exit(0)
+    child.write_text(str(pid))
+    os._exit(3)
+
+
+def test_a_process_that_its_own_child_outlives_is_seen_to_end(pool: RankPool, tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    try:
+        with RankPool(1, templates=pool.templates) as single:
+            assert single.run(rank_api.rank) == [0]
+            with pytest.raises(RankFailure, match="exit code 3"):
+                single.run(end_before_a_child, child)
+    finally:
+        os.kill(int(child.read_text()), signal.SIGKILL)
+
+
 def test_sys_exit_is_a_failure_like_any_other(pool: RankPool) -> None:
     with pytest.raises(RankFailure, match="SystemExit: a script called inside a rank"):
         pool.run(exit_on, 1)
