@@ -233,8 +233,8 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
             if main_grad is not None:
                 return main_grad.view(self.origin.shape).as_subclass(torch.Tensor), True
             grad = _get_grad(self)
-            # Without other ranks, uses are added to each other first and then to `.grad`, in autograd's own order. Where
-            # the user's tensor is laid out otherwise, it is added to at the end: transports write contiguous memory.
+            # Without other ranks, uses are added to each other first and then to `.grad`, in autograd's own order. A
+            # tensor of the user's that is laid out otherwise is added to at the end: transports write contiguous ones.
             if grad is not None and self.handle.group.size > 1 and grad.is_contiguous():
                 return grad.detach().as_subclass(torch.Tensor), True
         return self.new_gradient(), False
