@@ -96,6 +96,7 @@ class BufferPool:
         self._handed: dict[int, tuple[weakref.ref[torch.Tensor], Buffer]] = {}  # by id of the reference
         self._raw_stream = -1
         self._stream: torch.cuda.Stream | None = None
+        self._several_streams = False  # whether more than one has used the pool
         self.reserved_bytes = 0
         self.leased_bytes = 0
         self.peak_leased_bytes = 0
@@ -152,6 +153,13 @@ class BufferPool:
             event.wait(stream)
         self.recycle_events(buffer)
 
+    def join_readers(self, buffer: Buffer) -> None:
+        """If several streams read, the current one waits for the last readers: what comes after it comes after them."""
+        stream = self._current_stream()
+        if self._several_streams:
+            for event in buffer.events:
+                event.wait(stream)
+
     def recycle_events(self, buffer: Buffer) -> None:
         """After the next writer was made to wait: the events may be recorded anew."""
         self._spare_events.extend(buffer.events)
@@ -192,6 +200,7 @@ class BufferPool:
             return None
         raw = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         if raw != self._raw_stream:
+            self._several_streams = self._raw_stream != -1
             self._raw_stream, self._stream = raw, torch.cuda.current_stream()
         return self._stream
 

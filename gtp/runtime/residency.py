@@ -208,6 +208,8 @@ class Gatherer:
             self._refresh([group])  # written since the line began
         buffer = self._pool.lease(self._nbytes[index])
         outs = buffer.views(index, self._shapes[index], group.compute_dtype)
+        if self._capture:
+            self._pool.join_readers(buffer)  # there, transports may fork from the current stream alone
         ticket = self._transport.start_gather(group, outs, buffer.events)
         if buffer.events:
             self._pool.recycle_events(buffer)

@@ -14,6 +14,9 @@ import gtp
 from gtp.errors import GTPStateError
 from gtp.runtime import runtime as runtime_module
 from gtp.runtime.buffers import Buffer, BufferPool
+from gtp.runtime.group import Member, WeightGroup
+from gtp.runtime.residency import Gatherer
+from gtp.runtime.schedule import Phase, Schedule
 from gtp.testing.null_transport import NullTransport
 from tests.runtime.simulated_streams import Machine
 from tests.runtime.test_copy_engine_protocol import expected_full, make_ranks
@@ -75,6 +78,62 @@ def test_a_wgrad_ends_on_the_current_stream() -> None:
     pool.current = _Stream()
     pool.let_go(buffer)
     assert pool.recorded == [pool.current]
+
+
+class _FakeCuda:
+    """Two streams, and a note of who waited for whose event. Stands in for torch's own in `monkeypatch`'s time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current = 1
+        self.log: list[str] = []
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: self.current)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.current)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: _FakeEvent(self.log))
+
+
+class _FakeEvent:
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def record(self, stream: int) -> None:
+        self._of = stream
+
+    def wait(self, stream: int) -> None:
+        self._log.append(f"{stream} waits for {self._of}")
+
+
+class _Logging(NullTransport):
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def start_gather(self, *_: Any) -> Any:
+        self._log.append("gather")
+
+
+@pytest.mark.parametrize("readers, waits", [([1], []), ([2], ["1 waits for 2"])])
+def test_in_a_capture_a_gather_comes_after_readers_on_other_streams(
+    monkeypatch: pytest.MonkeyPatch, readers: list[int], waits: list[str]
+) -> None:
+    """Transports fork from the current stream there. Where it was the reader, nothing is waited for twice."""
+    cuda = _FakeCuda(monkeypatch)
+    shard = torch.ones(2, 4)
+    member = Member("w", 4, 2, (4,), shard, shard, lambda: None)
+    group = WeightGroup(0, "w", [member], None, 0, 2, None, torch.float32)  # type: ignore[arg-type]  # no ranks needed
+    schedule = Schedule([64], prefetch_bytes=0, keep_bytes=0)
+    pool = BufferPool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), limit=1 << 20, on_cuda=True)
+    gatherer = Gatherer([group], schedule, pool, _Logging(cuda.log))
+    gatherer.switch(pool, capture=7)
+    for reader in readers:
+        cuda.current = reader
+        (full,) = gatherer.consume(group, Phase.FORWARD, inside=False)
+        assert full.shape == (4, 4)
+        del full
+    cuda.current = 1
+    cuda.log.clear()
+    gatherer.consume(group, Phase.FORWARD, inside=False)
+    assert pool.reserved_bytes == 256  # the same buffer
+    assert cuda.log == [*waits, "gather"]
 
 
 def _capture_while_a_forward_waits() -> None:
