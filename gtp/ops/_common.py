@@ -8,6 +8,11 @@ context.
 Saved-tensor hooks (non-reentrant checkpointing, activation offloading) replace what is saved by a detached tensor,
 which would no longer be a `DistributedWeight`. The shard is a parameter, alive anyway; what saving also gave, the error
 when it is changed between forward and backward, is done by `gtp.ops.versions`.
+
+[Note: outputs are no views]
+Autograd lets nobody write in place (`relu_`, `+=`) to a view that a Function's forward made, and some products are
+views: torch's own linear makes a matrix of a batch, adds the bias, and gives a view as a batch. `.data` is the same
+memory and no view.
 """
 
 from __future__ import annotations

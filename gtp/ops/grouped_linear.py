@@ -212,7 +212,7 @@ class _GroupedLinear(torch.autograd.Function):
             ctx.save_for_backward(x)
         if ctx.needs_input_grad[0]:
             ctx.versions = ShardVersions(weights)
-        return y
+        return y.data if y._is_view() else y  # [Note: outputs are no views] in gtp/ops/_common.py
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -164,7 +164,7 @@ class _NormedLinear(torch.autograd.Function):
         ctx.dtype = dtype
         ctx.versions = ShardVersions([weight])
         ctx.bias_fused = normed.dim() == 2 or normed.is_contiguous()
-        return y
+        return y.data if y._is_view() else y  # [Note: outputs are no views]
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -163,7 +163,7 @@ class _Linear(torch.autograd.Function):
         if need_bias:
             # torch fuses the bias into these products; elsewhere it adds it, and sums dy in dy's own layout.
             ctx.bias_fused = x.dim() == 2 or x.is_contiguous()
-        return y
+        return y.data if y._is_view() else y  # [Note: outputs are no views]
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
