@@ -133,17 +133,28 @@ def autocast_to(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor
 
 
 def refuse_double_backward(weights: Sequence[torch.Tensor]) -> None:
-    """To be called first in backward.
+    """To be called first in backward of a gathered weight.
+
+    Not `once_differentiable`: it lets a gradient through as a constant where the incoming one is constant (that of a
+    sum), and what a penalty on it should give the weight would be missing without a word.
 
     Raises:
         UnsupportedError: backward runs with create_graph=True.
     """
     if torch.is_grad_enabled():
-        raise UnsupportedError(
-            f"{describe_weight(weights[0])}: double backward (create_graph=True) is not supported, because the full "
-            "weight does not stay gathered for it. Call backward without create_graph=True; where a second derivative "
-            "is needed (a gradient penalty), leave the weights on its way unsharded with gtp.shard_model(exclude=...)"
+        raise refused_double_backward(
+            weights[0],
+            "the full weight does not stay gathered for it",
+            "leave the weights on its way unsharded with gtp.shard_model(exclude=...)",
         )
+
+
+def refused_double_backward(weight: torch.Tensor, because: str, instead: str) -> UnsupportedError:
+    """The error for create_graph=True, with what to use."""
+    return UnsupportedError(
+        f"{describe_weight(weight)}: double backward (create_graph=True) is not supported, because {because}. Call "
+        f"backward without create_graph=True; where a second derivative is needed (a gradient penalty), {instead}"
+    )
 
 
 def is_wanted(ctx: Any, position: int) -> bool:

@@ -39,7 +39,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from gtp.errors import GTPValueError
 from gtp.ops._collective_common import (
@@ -51,7 +50,7 @@ from gtp.ops._collective_common import (
     check_operands,
     forward_matrix,
 )
-from gtp.ops._common import autocast_dtype, is_wanted, outside_graphs, write_wgrad
+from gtp.ops._common import autocast_dtype, is_wanted, outside_graphs, refused_double_backward, write_wgrad
 from gtp.ops._spmd_rules import gather_multi_rule, gather_rule, scatter_rule
 from gtp.ops.collective_backends import Factor, GemmBackend
 from gtp.ops.sequence import from_rows, rows_of
@@ -90,7 +89,6 @@ class AllGatherLinear(torch.autograd.Function):
         return ys[0]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[_Optional, ...]:
         needs = ctx.needs_input_grad
         dx, dweights, dbiases = _gather_backward(ctx, [dy], needs[0], [is_wanted(ctx, 1)], needs[2:3])
@@ -132,7 +130,6 @@ class AllGatherLinearMulti(torch.autograd.Function):
         return tuple(ys)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *dys: _Optional) -> tuple[_Optional, ...]:
         needs, count = ctx.needs_input_grad, len(dys)
         needs_dw = [is_wanted(ctx, 1 + i) for i in range(count)]
@@ -169,7 +166,6 @@ class LinearReduceScatter(torch.autograd.Function):
         return _scatter_forward(backend, x_shard_k, weight, bias, autocast)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[_Optional, ...]:
         backend: GemmBackend = ctx.backend
         needs_dx, _, needs_db, *_ = ctx.needs_input_grad
@@ -214,6 +210,7 @@ def all_gather_linear(
 
     Raises:
         GTPValueError: shapes or dtypes that do not fit; K not a multiple of R (see [Note: the saved slice]).
+        UnsupportedError: in backward, a second derivative is asked for (create_graph=True).
         DesyncError: ranks come with different shapes (see `Agreement` for when this is noticed).
     """
     return _all_gather(x, [weight], [bias], backend, sequence_dim)[0]
@@ -289,6 +286,7 @@ def linear_reduce_scatter(
 
     Raises:
         GTPValueError: shapes or dtypes that do not fit; a sequence that does not split over the ranks.
+        UnsupportedError: in backward, a second derivative is asked for (create_graph=True).
         DesyncError: ranks come with different shapes (see `Agreement` for when this is noticed).
     """
     who = "linear_reduce_scatter"
@@ -369,8 +367,20 @@ def _keep(
 
 
 def _kept(ctx: Any, *, check: bool) -> tuple[Any, list[torch.Tensor]]:
-    """What `_keep` was given: x, or None if no weight needed it, and the weights."""
+    """What `_keep` was given: x, or None if no weight needed it, and the weights. First thing in backward.
+
+    Raises:
+        UnsupportedError: backward runs with create_graph=True (see `refuse_double_backward`).
+    """
     x, *saved = ctx.saved_tensors
+    weights = ctx.kept.back(saved)
+    if torch.is_grad_enabled():
+        raise refused_double_backward(
+            weights[0],
+            "activations do not stay gathered for it",
+            "gather and scatter the sequence with gtp.ops.gather_sequence and gtp.ops.reduce_scatter_sequence around "
+            "a plain linear",
+        )
     if check:
         ctx.kept.check_unchanged()
-    return x, ctx.kept.back(saved)
+    return x, weights

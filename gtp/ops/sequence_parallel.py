@@ -10,6 +10,8 @@ words:
                                                "parts": reduce-scatter, where each rank computes a part from the whole
     reduce_scatter_sequence   reduce-scatter   all-gather
 
+Each op's backward is another one of them, so they can be differentiated any number of times.
+
 Sums over ranks are sums, in the tensors' dtype.
 """
 
@@ -20,7 +22,6 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from gtp.errors import GTPValueError
@@ -103,9 +104,8 @@ class _Split(torch.autograd.Function):
         return part_of_rows(rows, group).clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_gather_rows(grad, ctx.group), None
+        return _gather(grad, ctx.group, False), None
 
 
 class _Gather(torch.autograd.Function):
@@ -115,9 +115,8 @@ class _Gather(torch.autograd.Function):
         return all_gather_rows(rows, group)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        mine = reduce_scatter_rows(grad, ctx.group) if ctx.parts else part_of_rows(grad, ctx.group).contiguous()
+        mine = _reduce_scatter(grad, ctx.group) if ctx.parts else _split(grad, ctx.group)
         return mine, None, None
 
 
@@ -128,9 +127,8 @@ class _ReduceScatter(torch.autograd.Function):
         return reduce_scatter_rows(rows, group)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_gather_rows(grad, ctx.group), None
+        return _gather(grad, ctx.group, True), None
 
 
 _split = cast("Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]", _Split.apply)

@@ -7,6 +7,9 @@ bit for bit, `F.silu(gate) * up`; for bf16 it is more accurate than that express
     dg = dy u s (1 + g (1 - s))         du = dy silu(g)
 
 A graph break for torch.compile: traced, the gradients that are written into strided views would be lost.
+
+Second derivatives (create_graph=True) and transforms of torch.func (grad, vmap, ...) take the same formulas in torch's
+own operations, on every device.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from gtp.errors import GTPValueError
 from gtp.ops._common import outside_graphs
@@ -46,6 +48,8 @@ def silu_and_mul(gate: torch.Tensor, up: torch.Tensor, *, num_rows: RowLimit = N
             f"{tuple(gate.shape)} {gate.dtype} on {gate.device} and {tuple(up.shape)} {up.dtype} on {up.device}"
         )
     _check(gate, num_rows)
+    if torch._C._are_functorch_transforms_active():
+        return _differentiable(gate, up, num_rows)
     y: torch.Tensor = _SiluAndMul.apply(gate, up, num_rows)  # type: ignore[no-untyped-call]
     return y
 
@@ -66,6 +70,8 @@ def silu_and_mul_pairs(pairs: torch.Tensor, *, num_rows: RowLimit = None) -> tor
     if pairs.ndim < 2 or pairs.shape[-1] != 2:
         raise GTPValueError(f"silu_and_mul_pairs: pairs must be [..., H, 2], got {tuple(pairs.shape)}")
     _check(pairs, num_rows)
+    if torch._C._are_functorch_transforms_active():
+        return _differentiable(*_gate_and_up(pairs, True), num_rows)
     y: torch.Tensor = _SiluAndMulPacked.apply(pairs, True, num_rows)  # type: ignore[no-untyped-call]
     return y
 
@@ -84,6 +90,8 @@ def silu_and_mul_halves(packed: torch.Tensor, *, num_rows: RowLimit = None) -> t
     if packed.ndim < 1 or packed.shape[-1] % 2:
         raise GTPValueError(f"silu_and_mul_halves: packed must be [..., 2 H], got {tuple(packed.shape)}")
     _check(packed, num_rows)
+    if torch._C._are_functorch_transforms_active():
+        return _differentiable(*_gate_and_up(packed, False), num_rows)
     y: torch.Tensor = _SiluAndMulPacked.apply(packed, False, num_rows)  # type: ignore[no-untyped-call]
     return y
 
@@ -98,9 +106,10 @@ class _SiluAndMul(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         gate, up = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *_differentiable_gradients(dy, gate, up, ctx.num_rows), None
         dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
         dup = torch.empty_like(dgate)
         _backward(dy, gate, up, ctx.num_rows, dgate, dup)
@@ -120,9 +129,11 @@ class _SiluAndMulPacked(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (packed,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            both = _differentiable_gradients(dy, *_gate_and_up(packed, ctx.pairs), ctx.num_rows)
+            return torch.stack(both, -1) if ctx.pairs else torch.cat(both, -1), None, None
         dpacked = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
         _backward(dy, *_gate_and_up(packed, ctx.pairs), ctx.num_rows, *_gate_and_up(dpacked, ctx.pairs))
         return dpacked, None, None
@@ -163,11 +174,25 @@ def _backward(
     dup.copy_(_limited(d * F.silu(g), num_rows))
 
 
+def _differentiable(gate: torch.Tensor, up: torch.Tensor, num_rows: RowLimit) -> torch.Tensor:
+    g, u = (_limited(t.to(_wide(gate)), num_rows) for t in (gate, up))
+    return (F.silu(g) * u).to(gate.dtype)
+
+
+def _differentiable_gradients(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, num_rows: RowLimit
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of gate and up. Rows are cut before anything else: a derivative of 0 times NaN would be NaN."""
+    d, g, u = (_limited(t.to(_wide(gate)), num_rows) for t in (dy, gate, up))
+    s = torch.sigmoid(g)
+    return (d * u * s * (1 + g * (1 - s))).to(gate.dtype), (d * g * s).to(gate.dtype)
+
+
 def _limited(values: torch.Tensor, num_rows: RowLimit) -> torch.Tensor:
     """`values` with 0 in the rows from `num_rows` on, also where they hold NaN."""
     if num_rows is None:
         return values
-    rows = torch.arange(values[..., 0].numel(), device=values.device).view(values.shape[:-1])
+    rows = torch.arange(values.shape[:-1].numel(), device=values.device).view(values.shape[:-1])
     return torch.where((rows < num_rows).unsqueeze(-1), values, 0.0)
 
 
@@ -178,6 +203,8 @@ def _wide(t: torch.Tensor) -> torch.dtype:
 def _check(t: torch.Tensor, num_rows: RowLimit) -> None:
     if not t.is_floating_point():
         raise GTPValueError(f"silu_and_mul: needs a floating-point tensor, got {t.dtype}")
+    if num_rows is not None and t.ndim == 0:
+        raise GTPValueError("silu_and_mul: num_rows needs at least one dim, the features; got a scalar")
     if isinstance(num_rows, torch.Tensor):
         if num_rows.numel() != 1 or num_rows.is_floating_point() or num_rows.device != t.device:
             raise GTPValueError(

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from gtp.errors import GTPStateError, GTPValueError, ProtocolError
+from gtp.errors import GTPStateError, GTPValueError, ProtocolError, UnsupportedError
 from gtp.ops import all_gather_linear, all_gather_linear_multi, gemm_backend, linear_reduce_scatter
 from gtp.ops.collective_backends import SingleRankBackend
 from gtp.testing.fakes import VIOLATIONS, FakeDistributedWeight, Violation, violating_weight
@@ -75,6 +75,24 @@ def test_under_checkpointing(ranks, op):
     """What checkpointing saves and gives back is a detached copy; the weight must still be asked."""
     methods = ranks(2).run(routes, op, "deferred", True, True, True)[0]
     assert methods == [FORWARD, FORWARD, BUFFER, FINALIZE, BACKWARD]
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
+@pytest.mark.parametrize("op", [
+    lambda x, w: all_gather_linear(x, w, backend=SingleRankBackend()),
+    lambda x, w: all_gather_linear_multi(x, [w, w], backend=SingleRankBackend())[1],
+    lambda x, w: linear_reduce_scatter(x, w, backend=SingleRankBackend()),
+], ids=["gather", "multi", "scatter"])  # fmt: skip
+def test_c54_second_derivatives_are_refused(op, distributed):
+    """C54. Of a sum, too, whose incoming gradient is a constant: a penalty's part was missing without a word."""
+    full = integers(4, 6, seed=1)
+    weight = FakeDistributedWeight(full, label="up.weight") if distributed else torch.nn.Parameter(full)
+    x = integers(2, 6, seed=0).requires_grad_()
+    y = op(x, weight).sum()
+    with pytest.raises(UnsupportedError, match=r"double backward \(create_graph=True\).*gtp.ops.gather_sequence"):
+        torch.autograd.grad(y, x, create_graph=True)
+    if distributed:
+        assert set(weight.methods) == {FORWARD}
 
 
 def test_a_shard_written_between_forward_and_backward():

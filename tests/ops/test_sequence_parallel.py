@@ -58,6 +58,42 @@ def test_values_and_gradients(ranks, world, dim):
     ranks(world).run(edges, dim)
 
 
+def penalty() -> None:
+    """`w2 tanh(w1 x)` over the parts of a sequence, and the square of its input's gradient, against one process."""
+    group = dist.group.WORLD
+    generator = torch.Generator().manual_seed(0)
+    x, w1, w2 = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((8, 6), (12, 6), (6, 12)))
+
+    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y.square().sum() + dx.square().sum()
+
+    whole = [t.clone().requires_grad_() for t in (x, w1, w2)]
+    loss(whole[0], torch.tanh(whole[0] @ whole[1].t()) @ whole[2].t()).backward()
+
+    parts = [mine(x, 0), mine(w1, 0), mine(w2, 1)]
+    part = [t.clone().requires_grad_() for t in parts]
+    hidden = torch.tanh(gather_sequence(part[0], group, consumers="parts") @ part[1].t())
+    loss(part[0], reduce_scatter_sequence(hidden @ part[2].t(), group)).backward()
+    for t, wanted in zip(part, [mine(whole[0].grad, 0), mine(whole[1].grad, 0), mine(whole[2].grad, 1)], strict=True):
+        # sums over ranks are added in another order than one product's: a few fp64 roundoffs
+        torch.testing.assert_close(t.grad, wanted, rtol=1e-12, atol=1e-12)
+
+    # a part of something whole, and whole again: every rank computes the same from it
+    same = x.clone().requires_grad_()
+    again = gather_sequence(split_sequence(same, group).square(), group, consumers="same")
+    loss(same, again).backward()
+    expected = x.clone().requires_grad_()
+    loss(expected, expected.square()).backward()
+    assert torch.equal(same.grad, expected.grad)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_c54_second_derivatives(ranks, world):
+    """C54. A gradient penalty across the edges equals that of one process."""
+    ranks(world).run(penalty)
+
+
 def refused() -> list[str]:
     group = dist.group.WORLD
     calls = [

@@ -132,12 +132,62 @@ def test_c82_rows_beyond_the_limit_have_no_effect(num_rows, junk):
         assert torch.equal(got[kept:], torch.zeros(6 - kept, 8))
 
 
-def test_empty():
-    gate, up = leaf(0, 8, seed=0), leaf(0, 8, seed=1)
-    y = silu_and_mul(gate, up, num_rows=0)
-    y.sum().backward()
-    assert y.shape == (0, 8)
-    assert gate.grad.shape == (0, 8)
+@pytest.mark.parametrize("rows, features", [(0, 8), (4, 0), (0, 0)])
+def test_empty(rows, features):
+    gate, up = leaf(rows, features, seed=0), leaf(rows, features, seed=1)
+    for y in (
+        silu_and_mul(gate, up, num_rows=2),
+        silu_and_mul_pairs(torch.stack((gate, up), -1), num_rows=2),
+        silu_and_mul_halves(torch.cat((gate, up), -1), num_rows=2),
+    ):
+        y.sum().backward()
+        assert y.shape == (rows, features)
+        assert gate.grad.shape == (rows, features)
+
+
+FORMS = {
+    "two": lambda g, u, n=None: silu_and_mul(g, u, num_rows=n),
+    "pairs": lambda g, u, n=None: silu_and_mul_pairs(torch.stack((g, u), -1), num_rows=n),
+    "halves": lambda g, u, n=None: silu_and_mul_halves(torch.cat((g, u), -1), num_rows=n),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_c54_gradient_penalty(form):
+    """C54. Of a sum, whose incoming gradient is a constant: the penalty's part was missing without a word."""
+    grads = []
+    for call in (FORMS[form], lambda g, u: F.silu(g) * u):
+        gate, up = leaf(3, 4, seed=0, dtype=torch.float64), leaf(3, 4, seed=1, dtype=torch.float64)
+        y = call(gate, up).sum()
+        dgate, dup = torch.autograd.grad(y, (gate, up), create_graph=True)
+        (y + dgate.square().sum() + dup.square().sum()).backward()
+        grads.append((gate.grad, up.grad))
+    for got, want in zip(*grads, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("num_rows", [None, 2])
+@pytest.mark.parametrize("form", FORMS)
+def test_c54_second_derivatives(form, num_rows):
+    """C54. Against finite differences; rows beyond the limit hold NaN and give zeros."""
+    gate, up = leaf(3, 2, seed=0, dtype=torch.float64), leaf(3, 2, seed=1, dtype=torch.float64)
+    assert torch.autograd.gradgradcheck(lambda g, u: FORMS[form](g, u, num_rows), (gate, up))
+    with torch.no_grad():
+        gate[2], up[2] = float("nan"), float("nan")
+    (dgate,) = torch.autograd.grad(FORMS[form](gate, up, 2).square().sum(), gate, create_graph=True)
+    dgate.square().sum().backward()
+    assert torch.equal(gate.grad[2], torch.zeros(2, dtype=torch.float64))
+    assert bool(gate.grad[:2].isfinite().all())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_transforms_of_torch_func(form):
+    gate, up = (leaf(3, 4, seed=s, dtype=torch.float64).detach() for s in range(2))
+    got = torch.func.vmap(torch.func.grad(lambda g, u: FORMS[form](g, u).sum()))(gate, up)
+    plain = gate.clone().requires_grad_()
+    (F.silu(plain) * up).sum().backward()
+    # a transform differentiates the formula: other roundoffs than the kernel of silu's backward
+    torch.testing.assert_close(got, plain.grad, rtol=1e-13, atol=1e-14)
 
 
 @pytest.mark.parametrize("call, message", [
@@ -148,6 +198,7 @@ def test_empty():
     (lambda: silu_and_mul_halves(torch.ones(2, 3)), r"must be \[..., 2 H\], got \(2, 3\)"),
     (lambda: silu_and_mul(torch.ones(2, 3), torch.ones(2, 3), num_rows=-1), "num_rows must be None, an integer >= 0"),
     (lambda: silu_and_mul(torch.ones(2, 3), torch.ones(2, 3), num_rows=True), "got True"),
+    (lambda: silu_and_mul(torch.ones(()), torch.ones(()), num_rows=1), "needs at least one dim"),
     (lambda: silu_and_mul(torch.ones(2, 3), torch.ones(2, 3), num_rows=torch.ones(2)), "integer tensor of one element"),
 ])  # fmt: skip
 def test_wrong_use(call, message):
