@@ -17,12 +17,14 @@ from gtp.ops.layernorm_linear import layernorm_linear, norm
 from gtp.ops.linear import linear
 from gtp.ops.sequence_parallel import gather_sequence, reduce_scatter_sequence, split_sequence
 from gtp.ops.swiglu import silu_and_mul, silu_and_mul_halves, silu_and_mul_pairs
+from gtp.ops.whole import WholeWeights
 
 __all__ = [
     "AllGatherLinear",
     "AllGatherLinearMulti",
     "GemmBackend",
     "LinearReduceScatter",
+    "WholeWeights",
     "all_gather_linear",
     "all_gather_linear_multi",
     "embedding",

@@ -61,6 +61,7 @@ def _at(lines: list[str], place: int) -> str:
 def _describe(choice: Choice) -> str:
     parameter = choice.parameter
     how = "sharded" if choice.sharded else "replicated"
+    how += ", unsharded in forward" if choice.read_whole else ""
     trained = "" if parameter.requires_grad else ", frozen"
     return f"{' = '.join(choice.names)} {_shape(parameter)}, {how}{trained}"
 

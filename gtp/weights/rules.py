@@ -303,7 +303,11 @@ def needs_full(func: Any, name: str, shard: LocalShard) -> UnsupportedError:
             "build it on the meta device and pass init=; to set values later use gtp.full_weights(model, write=True)"
         )
     if shard.is_weight:
-        use = "use F.linear or F.embedding, or, to work on the shard itself, weight.shard"
+        use = (
+            "use F.linear or F.embedding, have it gathered while the forward of its own module runs, with "
+            "gtp.shard_model(unshard=...), or, to work on the shard itself, take weight.shard. What other modules read "
+            "in other ways stays replicated with exclude="
+        )
     else:
         use = (
             "use torch.linalg.vector_norm for the norm of the whole (gtp.clip_grad_norm_ for that of all gradients), "

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch import nn
 from gtp.errors import GTPValueError
 from gtp.weights.axes import Axes, GroupOrMesh
 from gtp.weights.refusals import refuse_models, refuse_parameters
+from gtp.weights.unshard import HOLDERS
 
 
 @dataclasses.dataclass
@@ -25,6 +27,7 @@ class Choice:
         sharded: Whether its rows are split.
         reason: Why, for `GTPRuntime.report`.
         axes: Its groups.
+        read_whole: The places, module and attribute, whose code needs the full weight during a forward.
     """
 
     names: list[str]
@@ -34,6 +37,7 @@ class Choice:
     sharded: bool
     reason: str
     axes: Axes
+    read_whole: list[tuple[nn.Module, str]] = dataclasses.field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -77,6 +81,7 @@ def select(
     *,
     include: Sequence[str] | str | None,
     exclude: Sequence[str] | str | None,
+    unshard: Sequence[str] | str | None,
     min_numel: int,
 ) -> Selection:
     """Decides for every parameter of `model`.
@@ -89,15 +94,20 @@ def select(
     sites = _sites(model)
     refuse_parameters((site.names[0], site.parameter) for site in sites)
     names = [name for site in sites for name in site.names]
-    included, excluded = _patterns(include, "include", names), _patterns(exclude, "exclude", names)
+    asked = _Asked(
+        _patterns(include, "include", names),
+        _patterns(exclude, "exclude", names) or [],
+        _patterns(unshard, "unshard", names) or [],
+        min_numel,
+    )
     axes_of = _axes_lookup(axes, names)
-    choices = [_choose(site, included, excluded, min_numel, axes_of(site.names)) for site in sites]
+    choices = [_choose(site, asked, axes_of(site.names)) for site in sites]
     if not any(choice.sharded for choice in choices):
         tried = "\n  ".join(f"{c.name}: {c.reason}" for c in choices) or "(the model has no parameters)"
         raise GTPValueError(
             "gtp.shard_model found nothing to shard. By default it takes the weights of nn.Linear and "
             "nn.Embedding modules; "
-            f"name others with include=. Parameters and why not:\n  {tried}"
+            f"name others with include= or unshard=. Parameters and why not:\n  {tried}"
         )
     buffers = [
         BufferChoice(names[0], module, attribute, axes_of(names)) for names, module, attribute in _buffers(model)
@@ -209,45 +219,58 @@ class _AxesLookup:
         )
 
 
-def _choose(site: _Site, included: list[str] | None, excluded: list[str] | None, min_numel: int, axes: Axes) -> Choice:
+class _Asked(NamedTuple):
+    """What the caller named: patterns, `include` None if not given."""
+
+    include: list[str] | None
+    exclude: list[str]
+    unshard: list[str]
+    min_numel: int
+
+
+def _choose(site: _Site, asked: _Asked, axes: Axes) -> Choice:
     """All places that hold the parameter decide: one that cannot work with a shard keeps it whole, else one that wants
     it sharded is enough."""
     names, parameter = site.names, site.parameter
 
     def choice(sharded: bool, reason: str, place: tuple[nn.Module, str] = site.places[0]) -> Choice:
-        return Choice(names, *place, parameter, sharded, reason, axes)
+        read_whole = [p for p in site.places if not _gathers_itself(*p)] if sharded and unshard else []
+        return Choice(names, *place, parameter, sharded, reason, axes, read_whole)
 
-    if excluded is not None and _matches(names, excluded):
+    unshard = _matches(names, asked.unshard)
+    include = asked.include is not None and _matches(names, asked.include)
+    if _matches(names, asked.exclude):
         return choice(False, "excluded by name")
-    asked = included is not None and _matches(names, included)
-    if included is not None and not asked:
+    if asked.include is not None and not include and not unshard:
         return choice(False, "not named by include")
-    by_exact_name = included is not None and any(name in included for name in names)
+    by_exact_name = any(name in (*(asked.include or ()), *asked.unshard) for name in names)
     for owner, attribute in site.places:
-        obstacle = _obstacle(owner, attribute)
+        obstacle = _obstacle(owner, attribute, unshard)
         if obstacle and by_exact_name:
-            raise GTPValueError(f"{names[0]} cannot be sharded: {obstacle}; leave it out of include")
+            named = "unshard" if unshard else "include"
+            raise GTPValueError(f"{names[0]} cannot be sharded: {obstacle}; leave it out of {named}")
         if obstacle:
             return choice(False, obstacle)
-    if asked:
-        if not by_exact_name and parameter.dim() != 2:
+    if include or unshard:
+        if not by_exact_name and not unshard and parameter.dim() != 2:
             return choice(False, f"{parameter.dim()}-d; a pattern takes matrices, others by their exact name")
-        _require_shardable(names[0], parameter)
+        if by_exact_name or include:
+            _require_shardable(names[0], parameter)
         place = site.places[0]
-        reason = "named by include"
+        reason = "named by unshard" if unshard else "named by include"
     else:
         served = [place for place in site.places if _is_served(*place)]
         if not served:
             owner, attribute = site.places[0]
             return choice(False, f"{attribute} of {type(owner).__name__} is not the weight of a Linear or Embedding")
-        if not parameter.is_floating_point():
-            return choice(False, f"{parameter.dtype} is not a floating point dtype")
-        if parameter.dim() < 1 or parameter.numel() == 0:
-            return choice(False, f"shape {tuple(parameter.shape)} has no rows to split")
         place = served[0]
         reason = f"weight of {type(place[0]).__name__}"
-    if parameter.numel() < min_numel:
-        return choice(False, f"{parameter.numel()} elements, below min_numel={min_numel}")
+    if not parameter.is_floating_point():
+        return choice(False, f"{parameter.dtype} is not a floating point dtype")
+    if parameter.dim() < 1 or parameter.numel() == 0:
+        return choice(False, f"shape {tuple(parameter.shape)} has no rows to split")
+    if parameter.numel() < asked.min_numel:
+        return choice(False, f"{parameter.numel()} elements, below min_numel={asked.min_numel}")
     return choice(True, reason, place)
 
 
@@ -259,17 +282,30 @@ def _is_served(owner: nn.Module, attribute: str) -> bool:
     """Whether the module computes with this parameter by an op that gathers it."""
     if any(attribute in group for group in weight_groups_of(owner)):
         return True
-    return attribute == "weight" and isinstance(owner, (nn.Linear, nn.Embedding))
+    return attribute == "weight" and isinstance(owner, (nn.Linear, nn.Embedding)) and not isinstance(owner, HOLDERS)
 
 
-def _obstacle(owner: nn.Module, attribute: str) -> str:
-    """Why the module could not compute with a shard of this parameter; "" where nothing is known against it."""
+def _gathers_itself(owner: nn.Module, attribute: str) -> bool:
+    """Whether it is known that all the module does with this parameter is such an op: a subclass of Linear with a
+    forward of its own may do otherwise."""
+    own_forward = type(owner).forward not in (nn.Linear.forward, nn.Embedding.forward)
+    return _is_served(owner, attribute) and not (isinstance(owner, (nn.Linear, nn.Embedding)) and own_forward)
+
+
+def _obstacle(owner: nn.Module, attribute: str, unshard: bool) -> str:
+    """Why the module could not compute with a shard of this parameter; "" where nothing is known against it.
+
+    Args:
+        unshard: Whether it gets the full one during its forward.
+    """
     kind = type(owner).__name__
-    if isinstance(owner, nn.modules.linear.NonDynamicallyQuantizableLinear):
+    if isinstance(owner, nn.RNNBase) and unshard:
+        return f"{kind} keeps a list of its own of its parameters"
+    if isinstance(owner, HOLDERS) and isinstance(owner, nn.Linear) and not unshard:
         return "nn.MultiheadAttention passes it to a fused function that gtp does not serve"
     if isinstance(owner, nn.Embedding) and owner.max_norm is not None:
         return "nn.Embedding with max_norm rescales rows of it in forward"
-    if type(owner).__module__.startswith("torch.nn.modules.") and not _is_served(owner, attribute):
+    if type(owner).__module__.startswith("torch.nn.modules.") and not unshard and not _is_served(owner, attribute):
         return f"{attribute} of {kind} is not the weight of a Linear or Embedding"
     return ""
 

@@ -26,6 +26,7 @@ from gtp.weights.report import ParameterReport
 from gtp.weights.scripting import refuse_scripting
 from gtp.weights.selection import Choice, Selection, select
 from gtp.weights.state_dict import hook_state_dict
+from gtp.weights.unshard import unshard_in_forward
 from gtp.weights.watch import watch_parameters
 
 _log = logging.getLogger("gtp")
@@ -37,6 +38,7 @@ def shard_model(
     *,
     include: Sequence[str] | str | None = None,
     exclude: Sequence[str] | str | None = None,
+    unshard: Sequence[str] | str | None = None,
     config: GTPConfig | None = None,
     init: Callable[[str, torch.Tensor], None] | None = None,
     device: torch.device | str | None = None,
@@ -60,6 +62,10 @@ def shard_model(
             stays replicated. Default: the weights of Linear and Embedding modules. Everything else stays replicated,
             and its gradients are reduced over the same axes.
         exclude: Name patterns of what to leave replicated.
+        unshard: Name patterns of what else to shard, of any shape, and to gather for as long as its module's forward
+            runs, because that uses it by other functions than `F.linear` and `F.embedding`: convolutions, `addmm`,
+            experts that are one tensor. Let go after the forward and gathered again in backward. `torch.compile` leaves
+            such a module's forward out.
         config: Settings, see `GTPConfig`.
         init: Called as `init(name, tensor)` with each full tensor of a model on the meta device, to fill it in place,
             one at a time; refused for other models. Default: each module's `reset_parameters`.
@@ -77,7 +83,9 @@ def shard_model(
     config = GTPConfig() if config is None else config
     if not isinstance(config, GTPConfig):
         raise GTPValueError(f"config must be a GTPConfig, got {type(config).__name__}: write gtp.GTPConfig(...)")
-    selection = select(model, group_or_mesh, include=include, exclude=exclude, min_numel=config.min_numel)
+    selection = select(
+        model, group_or_mesh, include=include, exclude=exclude, unshard=unshard, min_numel=config.min_numel
+    )
     _require_no_gradients(selection)
     _require_use_of_init(selection, init)
     target = _device_of(selection, device)
@@ -99,6 +107,7 @@ def shard_model(
     watch_parameters(model)
     refuse_scripting(model)
     refuse_foreign_inputs(model)
+    unshard_in_forward(model, [place for choice in selection.choices for place in choice.read_whole])
     hook_state_dict(model)
     runtime.report = ParameterReport.of(selection.choices, layouts, selection.unregistered)
     runtime.start()

@@ -1,0 +1,104 @@
+"""Weights that are whole while their module's forward runs, for modules that use them by functions other than
+`F.linear` and `F.embedding`: convolutions, experts in one tensor, `addmm`, a kernel of somebody else's.
+
+During the forward the module's attribute is the gathered weight (`gtp.ops.WholeWeights`), so its code is what it was.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from gtp.errors import GTPValueError
+from gtp.ops import WholeWeights
+from gtp.ops._common import outside_graphs
+
+# Modules that hold parameters for the one around them, whose forward reads them: their own is never called.
+HOLDERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict, NonDynamicallyQuantizableLinear)
+
+_Place = tuple[nn.Module, str]
+
+
+def unshard_in_forward(root: nn.Module, places: Sequence[_Place]) -> None:
+    """Makes the forwards that read the parameters at `places` (module, attribute) run with the full ones.
+
+    Raises:
+        GTPValueError: no forward within `root` is known to read one.
+    """
+    wanted = {(id(module), attribute) for module, attribute in places}
+    readers: dict[int, tuple[nn.Module, list[_Place]]] = {}
+    for reader, module, attribute in _read(root, None, set()):
+        if (id(module), attribute) in wanted:
+            if reader is None:
+                raise GTPValueError(
+                    f"{attribute} of {type(module).__name__} cannot be gathered for a forward: it is held by a "
+                    f"{type(root).__name__}, which has none. Shard the model around it"
+                )
+            readers.setdefault(id(reader), (reader, []))[1].append((module, attribute))
+    for reader, read in readers.values():
+        vars(reader)["forward"] = _with_whole_weights(reader, read)
+
+
+def _read(
+    module: nn.Module, reader: nn.Module | None, seen: set[tuple[int, int]]
+) -> Iterator[tuple[nn.Module | None, nn.Module, str]]:
+    """Every parameter's place below `module`, with the module whose forward reads it."""
+    if not isinstance(module, HOLDERS):
+        reader = module
+    if (id(module), id(reader)) in seen:
+        return
+    seen.add((id(module), id(reader)))
+    for attribute in module._parameters:
+        yield reader, module, attribute
+    for child in module.children():
+        yield from _read(child, reader, seen)
+
+
+def _with_whole_weights(reader: nn.Module, places: Sequence[_Place]) -> Callable[..., Any]:
+    """The reader's forward with the weights at `places` whole. It holds modules weakly: they hold it."""
+    alive = weakref.ref(reader)
+    own: Callable[..., Any] | None = vars(reader).get("forward")
+    held = [(weakref.ref(module), attribute) for module, attribute in places]
+
+    @outside_graphs
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        reader: Any = alive()
+        with _shown([(module(), attribute) for module, attribute in held]):
+            return type(reader).forward(reader, *args, **kwargs) if own is None else own(*args, **kwargs)
+
+    forward.__signature__ = inspect.signature(reader.forward)  # type: ignore[attr-defined]
+    return forward
+
+
+@contextmanager
+def _shown(places: Sequence[tuple[Any, str]]) -> Iterator[None]:
+    """Inside, attributes of modules are the full weights: what an instance has goes before `nn.Module.__getattr__`."""
+    weights = [module._parameters[attribute] for module, attribute in places]
+    distinct = list({id(weight): weight for weight in weights}.values())
+    before = [vars(module).get(attribute) for module, attribute in places]
+    with WholeWeights(distinct) as full:
+        of = {id(weight): tensor for weight, tensor in zip(distinct, full, strict=True)}
+        del full
+        try:
+            for (module, attribute), weight in zip(places, weights, strict=True):
+                vars(module)[attribute] = of[id(weight)]
+            del of
+            yield
+        finally:
+            for (module, attribute), earlier in zip(places, before, strict=True):
+                _put(module, attribute, earlier)
+
+
+def _put(module: nn.Module, attribute: str, earlier: torch.Tensor | None) -> None:
+    """Back to what it was: nothing, or in a forward within the same module's forward, that one's full weight."""
+    if earlier is None:
+        vars(module).pop(attribute, None)
+    else:
+        vars(module)[attribute] = earlier
