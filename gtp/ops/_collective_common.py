@@ -17,6 +17,7 @@ from gtp.ops._common import (
     main_grad_dtype,
     plain_access,
     refuse_distributed,
+    refused_transform,
 )
 from gtp.ops.collective_backends import GemmBackend
 from gtp.ops.versions import ShardVersions
@@ -41,10 +42,19 @@ def check_operands(
     """What can be found out before any collective.
 
     Raises:
-        GTPValueError: shapes that do not go together, or a bias that the backend does not take.
-        UnsupportedError: a distributed weight given as x or bias.
+        GTPValueError: shapes that do not go together, a bias that the backend does not take, or no backend.
+        UnsupportedError: a distributed weight given as x or bias; a transform of torch.func.
     """
+    if not isinstance(backend, GemmBackend):
+        raise GTPValueError(
+            f"{who}: backend must be a GemmBackend, got {backend!r}. Make one for the tensor-parallel group with "
+            "gtp.ops.gemm_backend(name, group)"
+        )
+    if torch._C._are_functorch_transforms_active():
+        raise refused_transform(f"{who} was called inside a transform of torch.func (grad, vmap, ...)")
     refuse_distributed(who, x=x, bias=bias)
+    if x.ndim == 0:
+        raise GTPValueError(f"{who}: x must have at least a sequence and a feature dim, got a scalar")
     with plain_access():
         shape = weight.shape
     if len(shape) < 2 or shape[-1] != x.shape[-1]:
@@ -59,20 +69,35 @@ def check_operands(
             f"{who}: tp_gemm_backend={backend.name!r} takes no bias in the GEMM. Use bias=False, or 'copy_engine' or "
             "'collective'"
         )
-    rows = None if is_distributed_weight(weight) else shape.numel() // shape[-1]
+    rows = None if is_distributed_weight(weight) else shape[:-1].numel()
     if bias.ndim != 1 or rows not in (None, bias.shape[0]):
         raise GTPValueError(f"{who}: the bias must be [{rows or 'out features'}], got {tuple(bias.shape)}")
 
 
-def check_dtypes(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
+def check_dtypes(
+    who: str, x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> None:
     """As far as it can be known before a gather: the dtype that a distributed weight comes in is its own affair.
 
     Raises:
-        GTPValueError: a plain weight has another dtype than x.
+        GTPValueError: a plain weight or a bias has another dtype than x, or is on another device. (torch's products of
+            a CPU tensor with one on the meta device are garbage.)
     """
     for weight in weights:
         if not is_managed(weight):
             check_dtype(weight, weight, x)
+    for what, tensors in (("weight", weights), ("bias", biases)):
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            with plain_access():
+                device, dtype = tensor.device, tensor.dtype
+            if device != x.device:
+                raise GTPValueError(f"{who}: the {what} is on {device} and x on {x.device}. Move one to the other")
+            if what == "bias" and dtype is not x.dtype:
+                raise GTPValueError(
+                    f"{who}: the bias is {dtype} and x is {x.dtype}. Convert the bias, or run under torch.autocast"
+                )
 
 
 def autocast_operands(

@@ -252,7 +252,7 @@ def _all_gather(
         )
     autocast = autocast_dtype(x)
     x_rows, weights, biases = autocast_operands(autocast, rows_of(x, sequence_dim, who), weights, biases)
-    check_dtypes(x_rows, weights)
+    check_dtypes(who, x_rows, weights, biases)
     if not torch.is_grad_enabled():
         ys: Sequence[torch.Tensor] = _gather_forward(backend, x_rows, weights, biases, autocast, keep=False)[0]
     elif len(weights) == 1:
@@ -300,7 +300,7 @@ def linear_reduce_scatter(
         )
     autocast = autocast_dtype(x)
     x_rows, [weight], [bias] = autocast_operands(autocast, x_rows, [weight], [bias])
-    check_dtypes(x_rows, [weight])
+    check_dtypes(who, x_rows, [weight], [bias])
     if torch.is_grad_enabled():
         y = LinearReduceScatter.apply(x_rows, weight, bias, backend, autocast)  # type: ignore[no-untyped-call]
     else:

@@ -22,7 +22,7 @@ def rows_of(x: torch.Tensor, sequence_dim: int, who: str) -> torch.Tensor:
     dim = _checked_dim(x, sequence_dim, who)
     if x.ndim == 2:
         return x
-    return x.movedim(dim, 0).reshape(-1, x.shape[-1])
+    return x.movedim(dim, 0).flatten(0, -2)
 
 
 def from_rows(rows: torch.Tensor, like: torch.Tensor, sequence_dim: int, sequence: int) -> torch.Tensor:

@@ -419,38 +419,6 @@ def test_in_features_must_split(ranks):
     assert "7 in features do not split over 2 ranks" in ranks(2).run(k_does_not_split)[0]
 
 
-def wrong_operands() -> list[str]:
-    calls = [
-        lambda b: all_gather_linear(torch.ones(4, 8), torch.ones(3, 6), backend=b),
-        lambda b: all_gather_linear(torch.ones(4, 8), torch.ones(3, 8), torch.ones(4), backend=b),
-        lambda b: linear_reduce_scatter(torch.ones(4, 8), torch.ones(3, 8).bfloat16(), backend=b),
-        lambda b: all_gather_linear_multi(torch.ones(4, 8), [], backend=b),
-        lambda b: all_gather_linear_multi(torch.ones(4, 8), [torch.ones(2, 8)], [None, None], backend=b),
-        lambda b: all_gather_linear(torch.ones(8), torch.ones(2, 8), backend=b),
-        lambda b: all_gather_linear(torch.ones(2, 8), torch.ones(2, 8), backend=b, sequence_dim=3),
-    ]
-    messages = []
-    for call in calls:
-        with pytest.raises(GTPValueError) as error:
-            call(backend())
-        messages.append(str(error.value))
-    return messages
-
-
-def test_wrong_operands(ranks):
-    messages = ranks(2).run(wrong_operands)[0]
-    for message, part in zip(messages, [
-        "shard (3, 6)) must be [..., 8] to meet x (4, 8)",
-        "the bias must be [3], got (4,)",
-        "its full weight is torch.bfloat16 and the input is torch.float32",
-        "weights must not be empty",
-        "got 2 biases for 1 weights",
-        "at least a sequence and a feature dim",
-        "sequence_dim 3 does not exist",
-    ], strict=True):  # fmt: skip
-        assert part in message
-
-
 def autocast(case: Case) -> None:
     wide = dataclasses.replace(case, dtype=torch.float32)
     x, w, b = plain(wide.sequence_part(wide.x())), plain(wide.part(wide.weight(), 0)), plain(wide.part(wide.b(), 0))
