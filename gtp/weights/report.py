@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from gtp.weights.layout import ShardLayout
-from gtp.weights.selection import Choice
+from gtp.weights.selection import NOT_SERVED, Choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,16 @@ class ParameterLine:
     local_bytes: int
     trained: bool
     reason: str
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter, without padding."""
+        return math.prod(self.shape)
+
+    @property
+    def is_unserved(self) -> bool:
+        """Whether it stays whole because of how its module uses it."""
+        return not self.sharded and self.reason.endswith(NOT_SERVED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +85,7 @@ class ParameterReport:
     @property
     def num_parameters(self) -> int:
         """Elements of the whole model, each once, without padding."""
-        return sum(math.prod(line.shape) for line in self.lines)
+        return sum(line.numel for line in self.lines)
 
     @property
     def local_bytes(self) -> int:

@@ -16,6 +16,8 @@ from gtp.weights.axes import Axes, GroupOrMesh
 from gtp.weights.refusals import refuse_models, refuse_parameters
 from gtp.weights.unshard import HOLDERS
 
+NOT_SERVED = "is not the weight of a Linear or Embedding"
+
 
 @dataclasses.dataclass
 class Choice:
@@ -262,7 +264,7 @@ def _choose(site: _Site, asked: _Asked, axes: Axes) -> Choice:
         served = [place for place in site.places if _is_served(*place)]
         if not served:
             owner, attribute = site.places[0]
-            return choice(False, f"{attribute} of {type(owner).__name__} is not the weight of a Linear or Embedding")
+            return choice(False, f"{attribute} of {type(owner).__name__} {NOT_SERVED}")
         place = served[0]
         reason = f"weight of {type(place[0]).__name__}"
     if not parameter.is_floating_point():
@@ -306,7 +308,7 @@ def _obstacle(owner: nn.Module, attribute: str, unshard: bool) -> str:
     if isinstance(owner, nn.Embedding) and owner.max_norm is not None:
         return "nn.Embedding with max_norm rescales rows of it in forward"
     if type(owner).__module__.startswith("torch.nn.modules.") and not unshard and not _is_served(owner, attribute):
-        return f"{attribute} of {kind} is not the weight of a Linear or Embedding"
+        return f"{attribute} of {kind} {NOT_SERVED}"
     return ""
 
 

@@ -26,10 +26,13 @@ from gtp.weights.report import ParameterReport
 from gtp.weights.scripting import refuse_scripting
 from gtp.weights.selection import Choice, Selection, select
 from gtp.weights.state_dict import hook_state_dict
-from gtp.weights.unshard import unshard_in_forward
+from gtp.weights.unshard import readers_of, unshard_in_forward
 from gtp.weights.watch import watch_parameters
 
 _log = logging.getLogger("gtp")
+
+_WORTH_A_WORD = 0.1
+"""Share of a model that may stay whole without a warning: norms and biases are far less."""
 
 
 def shard_model(
@@ -88,6 +91,7 @@ def shard_model(
     )
     _require_no_gradients(selection)
     _require_use_of_init(selection, init)
+    readers = readers_of(model, [place for choice in selection.choices for place in choice.read_whole])
     target = _device_of(selection, device)
     layouts = _layouts(selection, config)
     require_agreement(selection, config, target)
@@ -107,19 +111,35 @@ def shard_model(
     watch_parameters(model)
     refuse_scripting(model)
     refuse_foreign_inputs(model)
-    unshard_in_forward(model, [place for choice in selection.choices for place in choice.read_whole])
+    unshard_in_forward(readers)
     hook_state_dict(model)
     runtime.report = ParameterReport.of(selection.choices, layouts, selection.unregistered)
     runtime.start()
     _log.info("gtp: %s", runtime.report.summary())
-    lost = [line.name for line in runtime.report.unregistered if line.trained]
+    _warn(runtime.report)
+    return runtime
+
+
+def _warn(report: ParameterReport) -> None:
+    """About what a user who wants 1/N of everything would not expect."""
+    whole = [line for line in report.lines if line.is_unserved]
+    share = sum(line.numel for line in whole) / max(report.num_parameters, 1)
+    if share > _WORTH_A_WORD:
+        largest = sorted(whole, key=lambda line: -line.numel)[:3]
+        _log.warning(
+            "gtp: %d%% of the model's elements stay whole on every rank, because their modules are no Linear or "
+            "Embedding: %s%s. gtp.shard_model(unshard=...) shards them, too",
+            round(100 * share),
+            ", ".join(line.name for line in largest),
+            ", ..." if len(whole) > len(largest) else "",
+        )
+    lost = [line.name for line in report.unregistered if line.trained]
     if lost:
         _log.warning(
             "gtp: torch does not know %s, which is kept in a plain attribute: it is neither sharded nor in "
             "model.parameters(). Use nn.ModuleList, nn.ModuleDict or nn.ParameterList",
             ", ".join(lost),
         )
-    return runtime
 
 
 def _gtp_groups(selection: Selection) -> list[dist.ProcessGroup]:

@@ -10,7 +10,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,14 +26,21 @@ HOLDERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict, Non
 _Place = tuple[nn.Module, str]
 
 
-def unshard_in_forward(root: nn.Module, places: Sequence[_Place]) -> None:
-    """Makes the forwards that read the parameters at `places` (module, attribute) run with the full ones.
+class Reader(NamedTuple):
+    """A module, and the places of the parameters that its forward reads."""
+
+    module: nn.Module
+    places: list[_Place]
+
+
+def readers_of(root: nn.Module, places: Sequence[_Place]) -> list[Reader]:
+    """The modules whose forwards read the parameters at `places` (module, attribute).
 
     Raises:
         GTPValueError: no forward within `root` is known to read one.
     """
     wanted = {(id(module), attribute) for module, attribute in places}
-    readers: dict[int, tuple[nn.Module, list[_Place]]] = {}
+    readers: dict[int, Reader] = {}
     for reader, module, attribute in _read(root, None, set()):
         if (id(module), attribute) in wanted:
             if reader is None:
@@ -41,9 +48,14 @@ def unshard_in_forward(root: nn.Module, places: Sequence[_Place]) -> None:
                     f"{attribute} of {type(module).__name__} cannot be gathered for a forward: it is held by a "
                     f"{type(root).__name__}, which has none. Shard the model around it"
                 )
-            readers.setdefault(id(reader), (reader, []))[1].append((module, attribute))
-    for reader, read in readers.values():
-        vars(reader)["forward"] = _with_whole_weights(reader, read)
+            readers.setdefault(id(reader), Reader(reader, [])).places.append((module, attribute))
+    return list(readers.values())
+
+
+def unshard_in_forward(readers: Sequence[Reader]) -> None:
+    """Makes their forwards run with full weights, which are sharded by now."""
+    for reader, places in readers:
+        vars(reader)["forward"] = _with_whole_weights(reader, places)
 
 
 def _read(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import weakref
 
 import pytest
@@ -373,8 +374,10 @@ def _selection():
     ):
         with pytest.raises(gtp.errors.GTPValueError, match=text):
             _selected(model, **options)
+    held = nn.ParameterList([torch.randn(4, 4)])
     with pytest.raises(gtp.errors.GTPValueError, match=r"held by a ParameterList, which has none"):
-        _selected(nn.ParameterList([torch.randn(4, 4)]), unshard="*")
+        gtp.shard_model(held, dist.group.WORLD, unshard="*")
+    assert type(held[0]) is nn.Parameter
     # without unshard, the error of such a use names it
     gtp.shard_model(model, dist.group.WORLD, include=["0.weight", "2.weight"])
     with pytest.raises(gtp.errors.UnsupportedError, match=r"2\.weight.*addmm.*unshard="):
@@ -383,6 +386,35 @@ def _selection():
 
 def test_what_is_unsharded_and_what_is_refused(ranks):
     ranks(2).run(_selection)
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _warned(unshard):
+    handler = _Lines()
+    logging.getLogger("gtp").addHandler(handler)
+    try:
+        model = nn.Sequential(nn.Linear(8, 8), Experts(), Conv1D(), nn.LayerNorm(8))
+        gtp.shard_model(model, dist.group.WORLD, unshard=unshard)
+    finally:
+        logging.getLogger("gtp").removeHandler(handler)
+    return handler.lines
+
+
+def test_a_model_that_stays_mostly_whole_is_said_with_the_remedy(ranks):
+    (line,) = ranks(2).run(_warned, None)[0]
+    whole, every = 2 * 240 + 64 + 3 * 8, 2 * 240 + 64 + 3 * 8 + 64 + 8
+    assert f"{round(100 * (whole + 8) / every)}% of the model's elements stay whole" in line
+    assert "1.up, 1.down, 2.weight, ..." in line
+    assert "unshard=" in line
+    assert ranks(2).run(_warned, "*")[0] == []
 
 
 def _rank_disagrees():
