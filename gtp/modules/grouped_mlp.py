@@ -9,7 +9,7 @@ from torch import nn
 
 from gtp.modules._tensor_parallel import Init
 from gtp.modules.grouped_linear import GroupedLinear
-from gtp.ops.grouped_mlp import Activation, grouped_mlp
+from gtp.ops.grouped_mlp import Activation, check_activation, grouped_mlp
 
 
 class GroupedMLP(nn.Module):
@@ -28,7 +28,7 @@ class GroupedMLP(nn.Module):
         device, dtype: Of the parameters.
 
     Raises:
-        GTPValueError: `num_experts` < 1.
+        GTPValueError: `num_experts` < 1, or an unknown activation.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class GroupedMLP(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_activation(activation)
         super().__init__()
         self.activation = activation
         rows = hidden_dim if callable(activation) else 2 * hidden_dim

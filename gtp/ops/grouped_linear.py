@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Final
 
@@ -57,7 +57,8 @@ def grouped_linear(
 
     Args:
         input: `[*, in]`; leading dims are flattened to rows.
-        m_splits: Rows per expert, `len(weights)` numbers. A tensor on a GPU is read to the host, which synchronizes.
+        m_splits: Rows per expert, `len(weights)` whole numbers: a sequence, an array or a 1-d tensor. A tensor on a GPU
+            is read to the host, which synchronizes.
         weights: Distributed `[shard_rows, in]`, each this rank's rows of its full `[out, in]`; or plain `[out, in]`.
         biases: `[out]` per expert, plain, replicated.
 
@@ -73,36 +74,50 @@ def grouped_linear(
     refuse_distributed("grouped_linear", input=input)
     for bias in bias_list:
         refuse_distributed("grouped_linear", biases=bias)
-    _check_counts(weights, m_splits, biases)
-    splits = _splits(m_splits, math.prod(input.shape[:-1]))
+    splits = row_splits(m_splits)
+    _check_counts(weights, splits, biases)
+    _check_rows(splits, math.prod(input.shape[:-1]))
     if all(is_surely_plain(w) for w in weights):
         return _plain(input, splits, weights, bias_list)
     return _managed_grouped_linear(input, splits, list(weights), bias_list)
 
 
-def _check_counts(
-    weights: Sequence[torch.Tensor], m_splits: Sequence[int] | torch.Tensor, biases: Sequence[torch.Tensor] | None
-) -> None:
+def row_splits(m_splits: Sequence[int] | torch.Tensor) -> list[int]:
+    """Rows per expert as numbers on the host, from a sequence, an array or a 1-d tensor of whole numbers of any dtype.
+
+    Raises:
+        GTPValueError: anything else.
+    """
+    given = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else m_splits
+    try:
+        splits = [int(n) for n in given]
+        whole = not isinstance(given, (str, Mapping)) and all(a == b for a, b in zip(splits, given, strict=True))
+    except (TypeError, ValueError, OverflowError):
+        whole = False
+    if not whole:
+        raise GTPValueError(f"m_splits must be whole numbers of rows, one per expert, got {m_splits!r}")
+    if any(n < 0 for n in splits):
+        raise GTPValueError(f"m_splits must not be negative, got {splits}")
+    return splits
+
+
+def _check_counts(weights: Sequence[torch.Tensor], splits: list[int], biases: Sequence[torch.Tensor] | None) -> None:
     if not weights:
         raise GTPValueError("grouped_linear needs at least one weight")
-    if len(m_splits) != len(weights):
-        raise GTPValueError(f"m_splits has {len(m_splits)} entries for {len(weights)} weights; give one per expert")
+    if len(splits) != len(weights):
+        raise GTPValueError(f"m_splits has {len(splits)} entries for {len(weights)} weights; give one per expert")
     if biases is not None and len(biases) != len(weights):
         raise GTPValueError(
             f"biases has {len(biases)} entries for {len(weights)} weights; give one per expert, or None"
         )
 
 
-def _splits(m_splits: Sequence[int] | torch.Tensor, rows: int) -> list[int]:
-    splits = [int(n) for n in (m_splits.tolist() if isinstance(m_splits, torch.Tensor) else m_splits)]
-    if any(n < 0 for n in splits):
-        raise GTPValueError(f"m_splits must not be negative, got {splits}")
+def _check_rows(splits: list[int], rows: int) -> None:
     if sum(splits) > rows:
         raise GTPValueError(
             f"m_splits {splits} add up to {sum(splits)} rows, the input has {rows}. They may add up to fewer (the rest "
             "is padding), not to more"
         )
-    return splits
 
 
 def _plain(

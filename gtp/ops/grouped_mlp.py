@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from gtp.errors import GTPValueError
-from gtp.ops.grouped_linear import grouped_linear
+from gtp.ops.grouped_linear import grouped_linear, row_splits
 from gtp.ops.swiglu import silu_and_mul_halves
 
 Activation = Literal["swiglu"] | Callable[[torch.Tensor], torch.Tensor]
@@ -45,12 +45,20 @@ def grouped_mlp(
     Raises:
         GTPValueError: an unknown activation, or splits, weights and shapes that do not go together.
     """
-    if activation != "swiglu" and not callable(activation):
-        raise GTPValueError(f"grouped_mlp: activation must be 'swiglu' or a function of a tensor, got {activation!r}")
-    splits = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
+    check_activation(activation)
+    splits = row_splits(m_splits)
     hidden = grouped_linear(input, splits, fc1_weights)
     if callable(activation):
         hidden = activation(hidden)
     else:
         hidden = silu_and_mul_halves(hidden, num_rows=sum(splits))
     return grouped_linear(hidden, splits, fc2_weights)
+
+
+def check_activation(activation: Activation) -> None:
+    """
+    Raises:
+        GTPValueError: neither "swiglu" nor a function.
+    """
+    if activation != "swiglu" and not callable(activation):
+        raise GTPValueError(f"grouped_mlp: activation must be 'swiglu' or a function of a tensor, got {activation!r}")

@@ -113,7 +113,9 @@ def other_activation() -> None:
 def test_a_function_as_activation():
     other_activation()
     with pytest.raises(gtp.GTPValueError, match="activation must be 'swiglu' or a function"):
-        build(2, activation="relu2")(values(5, 8, seed=1), [2, 3])
+        build(2, activation="relu2")
+    with pytest.raises(gtp.GTPValueError, match="activation must be 'swiglu' or a function"):
+        gtp.ops.grouped_mlp(values(5, 8, seed=1), [5], [values(4, 8, seed=2)], [values(8, 2, seed=3)], activation=None)
 
 
 def split_gathers() -> list[str]:

@@ -6,13 +6,14 @@ import itertools
 import sys
 from collections.abc import Sequence
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gtp.errors import GTPStateError, GTPValueError, ProtocolError, UnsupportedError
-from gtp.ops import grouped_linear
+from gtp.ops import grouped_linear, grouped_mlp
 from gtp.testing.fakes import FakeDistributedWeight
 from tests.ops.managed import equal, plain_weight
 
@@ -65,11 +66,27 @@ def test_bits_are_those_of_a_loop(splits: list[int], bias: bool, dtype: torch.dt
         assert rows or torch.equal(weight.grad, torch.zeros(12, 8, dtype=dtype)), "no tokens, exact zeros"
 
 
-@pytest.mark.parametrize("splits", [torch.tensor([3, 0, 5]), torch.tensor([3, 0, 5], dtype=torch.int32), (3, 0, 5)])
-def test_splits_may_be_a_tensor_or_a_tuple(splits: object) -> None:
-    problem = Problem(3, 8)
-    wanted = problem.run(loop, [plain_weight(f) for f in problem.fulls], [3, 0, 5])
+@pytest.mark.parametrize(
+    "splits",
+    [
+        torch.tensor([3, 0, 5]),
+        torch.tensor([3, 0, 5], dtype=torch.int32),
+        torch.histc(torch.tensor([0.0, 0, 0, 2, 2, 2, 2, 2]), bins=3, min=0, max=2),  # counts, in float32
+        list(torch.tensor([3, 0, 5])),
+        (3, 0, 5),
+        range(3, 9, 3),
+        numpy.array([3, 0, 5]),
+        [numpy.int64(3), numpy.int32(0), numpy.uint8(5)],
+    ],
+    ids=repr,
+)
+def test_splits_may_be_whole_numbers_of_any_kind(splits: Sequence[int]) -> None:
+    rows = [int(n) for n in splits]
+    problem = Problem(len(rows), 9)
+    wanted = problem.run(loop, [plain_weight(f) for f in problem.fulls], rows)
     assert all(equal(problem.run(grouped_linear, problem.fakes(), splits), wanted))
+    fc1, fc2 = [torch.ones(4, 8) for _ in rows], [torch.ones(8, 2) for _ in rows]
+    assert torch.equal(grouped_mlp(problem.x, splits, fc1, fc2), grouped_mlp(problem.x, rows, fc1, fc2))
 
 
 @pytest.mark.parametrize("experts", [1, 3])
@@ -328,6 +345,14 @@ def test_other_weights_take_the_loop(grouped_calls: list[tuple[int, ...]]) -> No
         ([3, 6], r"m_splits \[3, 6\] add up to 9 rows, the input has 8"),
         ([9, -1], r"must not be negative, got \[9, -1\]"),
         ([8], r"m_splits has 1 entries for 2 weights"),
+        ([2.7, 4.2], r"must be whole numbers of rows, one per expert, got \[2.7, 4.2\]"),
+        (torch.tensor([2.5, 4.0]), r"must be whole numbers of rows, one per expert, got tensor"),
+        (torch.tensor([[3], [4]]), r"must be whole numbers of rows"),
+        (torch.tensor(8), r"must be whole numbers of rows"),
+        ([float("inf"), float("nan")], r"must be whole numbers of rows"),
+        ({3: "a", 4: "b"}, r"must be whole numbers of rows"),
+        ("34", r"must be whole numbers of rows"),
+        (None, r"must be whole numbers of rows"),
     ],
 )
 @pytest.mark.parametrize("kind", ["fakes", "plain"])
