@@ -439,3 +439,30 @@ def _compiled():
 
 def test_compiled_models_run_the_module_outside_of_graphs(ranks):
     ranks(2).run(_compiled, timeout=120.0)
+
+
+def _trained_on_gpu(transport, lag):
+    from tests.weights.test_gpu_training import device_and_group
+
+    device, group = device_and_group()
+    twins = SideBySide(
+        lambda: _model().to(device),
+        group=group,
+        config=gtp.GTPConfig(transport=transport),
+        unshard="*",
+        rtol=1e-4,
+        atol=1e-5,  # cuBLAS and cuDNN choose by where memory lies
+    )
+    for step in range(8):
+        if lag:
+            torch.cuda._sleep(int(2e7) * ((rank() + step) % 2))
+        twins.step([x.to(device) for x in inputs(step, 10, 8)])
+    torch.cuda.synchronize()
+    assert twins.runtime.stats().transport == transport
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lag", [False, True])
+@pytest.mark.parametrize("transport", ["process_group", "copy_engine"])
+def test_modules_of_any_kind_train_on_gpus(ranks, transport, lag):
+    ranks(2).run(_trained_on_gpu, transport, lag)
