@@ -17,6 +17,7 @@ from torch import nn
 from gtp.errors import UnsupportedError
 from gtp.megatron.weight import MegatronGTPWeight
 from gtp.ops.versions import ShardVersions
+from gtp.weights.forwards import wrap_forward
 
 
 class _KeepsWeight:
@@ -82,7 +83,7 @@ def refuse_hooks_around(module: nn.Module) -> None:
             "spec; recompute_granularity saves memory, too"
         )
 
-    def before(module: nn.Module, args: Any) -> None:
+    def run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is not None and torch.is_grad_enabled():
             raise UnsupportedError(
@@ -90,8 +91,9 @@ def refuse_hooks_around(module: nn.Module) -> None:
                 "fine_grained_activation_offloading of this module, torch.utils.checkpoint with use_reentrant=False, "
                 f"...): {why}. Leave the module out of them, or use the local layer spec or Megatron's recomputation"
             )
+        return forward(*args, **kwargs)
 
-    module.register_forward_pre_hook(before)
+    wrap_forward(module, run)
 
 
 WRAPPERS: Final[Mapping[str, Callable[[Any], Any]]] = MappingProxyType(

@@ -6,7 +6,6 @@ During the forward the module's attribute is the gathered weight (`gtp.ops.Whole
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from gtp.errors import GTPValueError
 from gtp.ops import WholeWeights
 from gtp.ops._common import outside_graphs
+from gtp.weights.forwards import wrap_forward
 
 # Modules that hold parameters for the one around them, whose forward reads them: their own is never called.
 HOLDERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict, NonDynamicallyQuantizableLinear)
@@ -55,7 +55,7 @@ def readers_of(root: nn.Module, places: Sequence[_Place]) -> list[Reader]:
 def unshard_in_forward(readers: Sequence[Reader]) -> None:
     """Makes their forwards run with full weights, which are sharded by now."""
     for reader, places in readers:
-        vars(reader)["forward"] = _with_whole_weights(reader, places)
+        wrap_forward(reader, _with_whole_weights(places))
 
 
 def _read(
@@ -73,20 +73,16 @@ def _read(
         yield from _read(child, reader, seen)
 
 
-def _with_whole_weights(reader: nn.Module, places: Sequence[_Place]) -> Callable[..., Any]:
-    """The reader's forward with the weights at `places` whole. It holds modules weakly: they hold it."""
-    alive = weakref.ref(reader)
-    own: Callable[..., Any] | None = vars(reader).get("forward")
+def _with_whole_weights(places: Sequence[_Place]) -> Callable[..., Any]:
+    """What runs in place of a reader's forward. It holds modules weakly: they hold it."""
     held = [(weakref.ref(module), attribute) for module, attribute in places]
 
     @outside_graphs
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        reader: Any = alive()
-        with _shown([(module(), attribute) for module, attribute in held]):
-            return type(reader).forward(reader, *args, **kwargs) if own is None else own(*args, **kwargs)
+    def run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with _shown([(holder(), attribute) for holder, attribute in held]):
+            return forward(*args, **kwargs)
 
-    forward.__signature__ = inspect.signature(reader.forward)  # type: ignore[attr-defined]
-    return forward
+    return run
 
 
 @contextmanager
