@@ -6,6 +6,7 @@ and three backward. `FeedForward` has three weights. `FusedSwiGLU` has gate and 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Unpack
 
 import torch
@@ -113,6 +114,16 @@ class FusedSwiGLU(FusedParameters, TensorParallelModule):
             Part("w13", "w3.weight", lambda w13: w13[:, 1], leading_dims=1),
         ]
 
+    @property
+    def w1(self) -> SimpleNamespace:
+        """`weight`: the gate's, `[hidden_dim / R, dim]`, a view."""
+        return self.saved_parts("w1")
+
+    @property
+    def w3(self) -> SimpleNamespace:
+        """`weight`: the up projection's, `[hidden_dim / R, dim]`, a view."""
+        return self.saved_parts("w3")
+
     def weight_groups(self) -> list[list[str]]:
         """Names of the parameters that may be sharded, in the groups that are gathered together."""
         return [["w13"]]
@@ -121,6 +132,9 @@ class FusedSwiGLU(FusedParameters, TensorParallelModule):
         """`x` and result: `[..., dim]` with 1/R of the sequence."""
         if self.backend.size == 1 and not is_distributed_weight(self.w13):
             y13 = F.linear(x, self.w13.flatten(0, 1))
+        elif self.backend.size == 1:  # no sequence is split: leading dims are whatever they are
+            y13 = all_gather_linear(x.reshape(x.shape[:-1].numel(), x.shape[-1]), self.w13, backend=self.backend)
+            y13 = y13.view(*x.shape[:-1], y13.shape[1])
         else:
             y13 = all_gather_linear(x, self.w13, backend=self.backend, sequence_dim=self.dim_of(x))
         y: torch.Tensor = self.w2(silu_and_mul_pairs(y13.unflatten(-1, (-1, 2))))

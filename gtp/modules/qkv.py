@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Unpack
 
 import torch
@@ -56,8 +57,10 @@ class FusedQKVLinear(FusedParameters, TensorParallelModule):
         self.hidden_size = hidden_size
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads < 1 or num_heads % self.num_kv_heads:
-            raise GTPValueError(f"{who}: num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
+        if num_heads < 1 or self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
+            raise GTPValueError(f"{who}: num_kv_heads={self.num_kv_heads} must divide num_heads={num_heads}")
+        if head_dim is not None and head_dim < 1:
+            raise GTPValueError(f"{who}: head_dim={head_dim} must be at least 1, or None for hidden_size / num_heads")
         if head_dim is None and hidden_size % num_heads:
             raise GTPValueError(
                 f"{who}: hidden_size={hidden_size} does not split into {num_heads} heads: give head_dim"
@@ -104,6 +107,21 @@ class FusedQKVLinear(FusedParameters, TensorParallelModule):
             return Part(parameter, f"{name}.{parameter}", view, leading_dims=3)
 
         return [part(name, parameter) for name in places for parameter in parameters]
+
+    @property
+    def wq(self) -> SimpleNamespace:
+        """`weight` `[num_heads / R * head_dim, hidden_size]`, and `bias` where there is one: of the queries."""
+        return self.saved_parts("wq")
+
+    @property
+    def wk(self) -> SimpleNamespace:
+        """`weight` `[num_kv_heads / R * head_dim, hidden_size]`, and `bias` where there is one: of the keys."""
+        return self.saved_parts("wk")
+
+    @property
+    def wv(self) -> SimpleNamespace:
+        """`weight` `[num_kv_heads / R * head_dim, hidden_size]`, and `bias` where there is one: of the values."""
+        return self.saved_parts("wv")
 
     def weight_groups(self) -> list[list[str]]:
         """Names of the parameters that may be sharded, in the groups that are gathered together."""

@@ -7,6 +7,7 @@ from typing import ClassVar, Unpack
 import torch
 from torch import nn
 
+from gtp.errors import GTPValueError
 from gtp.modules._tensor_parallel import (
     TensorParallelModule,
     TPOptions,
@@ -112,6 +113,8 @@ class RowParallelLinear(_ParallelLinear):
         super().__init__(in_features, out_features, bias, **options)
 
     def _shape_here(self) -> tuple[int, int]:
+        if self.out_features < 1:
+            raise GTPValueError(f"{type(self).__name__}: out_features={self.out_features} must be at least 1")
         return self.out_features, self.part_of("in_features", self.in_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

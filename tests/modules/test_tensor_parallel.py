@@ -256,52 +256,6 @@ def test_c74_up_unused_in_the_loss(ranks):
     assert ranks(2).run(unused_up)[0] == [GATHER, "backward", GATHER, SCATTER]
 
 
-def swap_checkpoints() -> None:
-    """Either block loads the other's checkpoint, and the fused layout."""
-    plain, _ = build(False)
-    fused, _ = build(True)
-    with torch.no_grad():
-        for p in plain.parameters():
-            p.add_(1.0)
-    fused.load_state_dict(plain.state_dict())
-    same(fused.w13[:, 0], plain.w1.weight)
-    same(fused.w13[:, 1], plain.w3.weight)
-    same(fused.w2.weight, plain.w2.weight)
-    with torch.no_grad():
-        fused.w13.mul_(2.0)
-    plain.load_state_dict(fused.state_dict())
-    same(plain.w3.weight, fused.w13[:, 1])
-    again, _ = build(True)
-    again.load_state_dict({"w13": fused.w13.detach(), "w2.weight": fused.w2.weight.detach()})
-    same(again.w13, fused.w13)
-    # what a checkpoint library writes into the state dict in place reaches the parameter
-    again.state_dict()["w3.weight"].zero_()
-    same(again.w13[:, 1], torch.zeros(6, 8))
-    same(again.w13[:, 0], fused.w13[:, 0])
-
-
-def test_checkpoints_of_both_layouts_load(ranks):
-    ranks(2).run(swap_checkpoints)
-
-
-@pytest.mark.parametrize("state, message", [
-    (lambda m: {**m.state_dict(), "w13": m.w13}, "has both w13 and w1.weight"),
-    (lambda m: {"w1.weight": torch.ones(6, 8), **{k: v for k, v in m.state_dict().items() if k != "w1.weight"}},
-     r"w1.weight must be \(12, 8\), got \(6, 8\)"),
-])  # fmt: skip
-def test_state_dicts_that_do_not_fit(state, message):
-    block = FusedSwiGLU(8, 12)
-    with pytest.raises(GTPValueError, match=message):
-        block.load_state_dict(state(block))
-
-
-def test_a_missing_part_is_reported():
-    block = FusedSwiGLU(8, 12)
-    state = {k: v for k, v in block.state_dict().items() if k != "w3.weight"}
-    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "w13"'):
-        block.load_state_dict(state)
-
-
 # --- preconditions, at construction
 
 
@@ -330,6 +284,9 @@ def refusals() -> list[str]:
         lambda: FusedSwiGLU(8, 0, tp_group=group),
         lambda: FusedQKVLinear(8, 4, 1, tp_group=group),
         lambda: FusedQKVLinear(8, 4, 3, tp_group=group),
+        lambda: FusedQKVLinear(8, 4, 0, tp_group=group),
+        lambda: FusedQKVLinear(8, 4, head_dim=0, tp_group=group),
+        lambda: RowParallelLinear(8, 0, tp_group=group),
         lambda: FusedQKVLinear(10, 4, tp_group=group),
         lambda: ColumnParallelLinear(8, 12, tp_group=group, tp_gemm_backend="copy_engine", device="cpu"),
         lambda: FeedForward(8, 12, tp_group=group, tp_gemm_backend="symm_mem", device="cpu"),
@@ -373,6 +330,9 @@ def test_what_cannot_be_served_is_refused_when_built(ranks):
         "FusedSwiGLU: hidden_dim=0",
         "num_kv_heads=1",
         "num_kv_heads=3 must divide num_heads=4",
+        "num_kv_heads=0 must divide num_heads=4",
+        "FusedQKVLinear: head_dim=0 must be at least 1",
+        "RowParallelLinear: out_features=0 must be at least 1",
         "hidden_size=10 does not split into 4 heads: give head_dim",
         "tp_gemm_backend='copy_engine' cannot serve group",
         "tp_gemm_backend='symm_mem' cannot serve group",

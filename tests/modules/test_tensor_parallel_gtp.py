@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gtp
+from gtp.modules import FusedSwiGLU
 from gtp.testing.collectives import CollectiveLog, collective_log, late_collectives
 from gtp.testing.ranks import rank, subgroup
 from tests.modules.llama import Llama, batch, tp_part
@@ -162,6 +163,31 @@ def meta_then_sharded() -> None:
 
 def test_meta_device_under_tp_and_gtp(ranks):
     ranks(4).run(meta_then_sharded)
+
+
+def any_shape() -> None:
+    group = subgroup((0, 1))
+    if group is None:
+        return
+    torch.manual_seed(2)
+    block = FusedSwiGLU(8, 12)
+    fulls = [p.detach().clone() for p in block.parameters()]
+    gtp.shard_model(block, group)
+    for shape in ((8,), (3, 8), (0, 8), (2, 3, 8), (2, 0, 8), (2, 1, 3, 8)):
+        x = torch.randn(shape, requires_grad=True)
+        y = block(x)
+        plain = FusedSwiGLU(8, 12)
+        with torch.no_grad():
+            for p, value in zip(plain.parameters(), fulls, strict=True):
+                p.copy_(value)
+        assert torch.equal(y, plain(x))
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(dx, torch.autograd.grad(plain(x).sum(), x)[0])
+
+
+def test_a_sharded_swiglu_of_one_tensor_parallel_rank_takes_any_shape(ranks):
+    """A vector, several batch dims, no tokens: as the plain one does, bit for bit."""
+    ranks(4).run(any_shape)
 
 
 def mesh_axes() -> None:
