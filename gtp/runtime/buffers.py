@@ -26,10 +26,11 @@ _use_count: Callable[[int], int] = torch._C._storage_Use_Count  # of a storage, 
 class Buffer:
     """One block of pooled memory. States: free, leased (`holds` > 0), lingering (holds == 0, storage still read)."""
 
-    __slots__ = ("_address", "_base", "_rest", "_storage", "_views", "events", "holds", "nbytes", "streams")
+    __slots__ = ("_address", "_base", "_rest", "_storage", "_views", "events", "holds", "home", "nbytes", "streams")
 
-    def __init__(self, base: torch.Tensor) -> None:
+    def __init__(self, base: torch.Tensor, home: torch.cuda.Stream | None) -> None:
         self._base = base
+        self.home = home  # the stream that the allocator gives this memory to, when it is given back
         self._storage = base.untyped_storage()
         self._address = self._storage._cdata
         self._views: dict[object, list[torch.Tensor]] = {}
@@ -219,12 +220,15 @@ class BufferPool:
                 while self._free[size] and excess > 0:
                     excess -= size
                     self._give_back(self._free[size].pop())
-        buffer = Buffer(self._allocate(nbytes))
+        home = self._current_stream()
+        buffer = Buffer(self._allocate(nbytes), home)
         self.reserved_bytes += buffer.nbytes
         # The allocator hands out memory in the order of the current stream: what had it before may not have run yet.
-        self._record(buffer, self._current_stream())
+        self._record(buffer, home)
         return buffer
 
     def _give_back(self, buffer: Buffer) -> None:
-        self.await_events(buffer)  # the allocator hands this memory to the current stream
+        for event in buffer.events:
+            event.wait(buffer.home)
+        self.recycle_events(buffer)
         self.reserved_bytes -= buffer.nbytes
