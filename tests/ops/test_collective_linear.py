@@ -6,6 +6,7 @@ Run one: `pytest tests/ops/test_collective_linear.py -k exact`. GPU backends: te
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from unittest import mock
 
 import pytest
@@ -366,11 +367,12 @@ def test_c72_no_rows(ranks):
     ranks(4).run(no_rows, Case(ranks=4, sequence=0, bias=True))
 
 
-def unequal_rows(kind: str, debug: bool) -> str:
+def unequal_rows(kind: str, debug: bool, known: tuple[int, ...]) -> str:
     rank = dist.get_rank()
     shared = backend(debug)
-    if debug:  # an earlier call, which is known to both: only one of them comes with a new shape
-        all_gather_linear(torch.ones(4, 8), torch.ones(3, 8), backend=shared)
+    for rows in known:
+        all_gather_linear(torch.ones(rows, 8), torch.ones(3, 8), backend=shared)
+        linear_reduce_scatter(torch.ones(rows, 8), torch.ones(3, 8), backend=shared)
     gathers = kind == "gather" or (kind == "other op" and rank == 0)
     op = all_gather_linear if gathers else linear_reduce_scatter
     with pytest.raises(DesyncError) as error:
@@ -378,11 +380,12 @@ def unequal_rows(kind: str, debug: bool) -> str:
     return str(error.value)
 
 
+@pytest.mark.parametrize("known", [(), (4,), (4, 6)], ids=["new shapes", "one is known", "both are known"])
 @pytest.mark.parametrize("debug", [False, True])
 @pytest.mark.parametrize("kind", ["gather", "scatter", "other op"])
-def test_c72_unequal_rows_are_an_error_on_every_rank(ranks, kind, debug):
-    """C72. And not a hang."""
-    for message in ranks(2).run(unequal_rows, kind, debug, timeout=30):
+def test_c72_unequal_rows_are_an_error_on_every_rank(ranks, kind, debug, known):
+    """C72. And not a hang, whatever was called before."""
+    for message in ranks(2).run(unequal_rows, kind, debug, known, timeout=30):
         assert "disagree on the next collective GEMM" in message
         assert "rank 0: " in message
         assert "rank 1: " in message
@@ -390,14 +393,14 @@ def test_c72_unequal_rows_are_an_error_on_every_rank(ranks, kind, debug):
 
 
 def uncompared_before() -> list[str]:
-    agreement = Agreement(dist.group.WORLD, every_call=False)
+    agreement, gpu = Agreement(dist.group.WORLD, every_call=False), torch.device("cuda", 0)
     mine = ("gather", 4 + 2 * dist.get_rank(), 8, torch.float32)
     with mock.patch.multiple(torch.cuda, is_available=lambda: True, is_current_stream_capturing=lambda: True):
-        agreement.check(mine)
+        agreement.check(mine, gpu)
     messages = []
     for _ in range(2):
         with pytest.raises(DesyncError) as error:
-            agreement.check(mine)
+            agreement.check(mine, gpu)
         messages.append(str(error.value))
     return messages
 
@@ -407,6 +410,24 @@ def test_c72_a_shape_counts_as_known_when_ranks_have_agreed_on_it(ranks):
     for messages in ranks(2).run(uncompared_before, timeout=30):
         for message in messages:
             assert "rank 0: gather (4, 8) torch.float32; rank 1: gather (6, 8) torch.float32" in message
+
+
+def left_alone(seconds: float) -> str | None:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=seconds))
+    shared = gemm_backend("collective", group)
+    all_gather_linear(torch.ones(4, 8), torch.ones(3, 8), backend=shared)
+    if dist.get_rank() == 1:
+        return None
+    with pytest.raises(DesyncError) as error:
+        all_gather_linear(torch.ones(4, 8), torch.ones(3, 8), backend=shared)
+    return str(error.value)
+
+
+def test_c39_a_rank_that_does_not_come_is_named_when_the_groups_time_is_over(ranks):
+    """C39. The time-out of the process group counts for what ranks tell each other too."""
+    message = ranks(2).run(left_alone, 1.5, timeout=30)[0]
+    assert "rank 0 is about to do gather (4, 8) torch.float32" in message
+    assert "rank 1 did not come within 1.5 s" in message
 
 
 def k_does_not_split() -> str:

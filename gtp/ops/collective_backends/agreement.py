@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 
@@ -18,11 +20,14 @@ Operation = tuple[str, int, int, torch.dtype]
 class Agreement:
     """Compares notes of all ranks of a group; see `Notes`.
 
-    By default a note is compared when this rank is about to do something for the first time: a new operation, shape or
+    On the CPU notes are compared before every call: a store round trip beside a collective through the host. (gloo ends
+    the process where sizes differ.)
+
+    On a GPU a note is compared when this rank is about to do something for the first time: a new operation, shape or
     dtype. That is one store round trip per new shape, and catches the usual mistake, ranks that disagree from the
     start. What it cannot catch is a rank that repeats a known shape while another comes with a new one: the second
-    waits for the first one's note and raises after ten minutes. `every_call=True` catches that too, at a round trip per
-    call.
+    waits for the first one's note and raises after ten minutes, or after the group's own time-out if that is shorter.
+    `every_call=True` catches that too, at a round trip per call.
 
     Nothing is compared while a CUDA graph is captured: everything captured has run before, in the warm-up.
     """
@@ -30,17 +35,24 @@ class Agreement:
     def __init__(self, process_group: dist.ProcessGroup, *, every_call: bool) -> None:
         self._process_group = process_group
         self._every_call = every_call
-        self._timeout = _DEBUG_TIMEOUT if every_call else _DEFAULT_TIMEOUT
         self._seen: set[Operation] = set()
-        self._notes = Notes("gtp.tp", process_group, self._timeout)
 
-    def check(self, operation: Operation) -> None:
-        """All ranks of the group are about to do `operation`.
+    @functools.cached_property
+    def _timeout(self) -> float:
+        """Seconds to wait for a rank's note."""
+        return _DEBUG_TIMEOUT if self._every_call else min(_DEFAULT_TIMEOUT, _group_timeout(self._process_group))
+
+    @functools.cached_property
+    def _notes(self) -> Notes:
+        return Notes("gtp.tp", self._process_group, self._timeout)
+
+    def check(self, operation: Operation, device: torch.device) -> None:
+        """All ranks of the group are about to do `operation` with tensors on `device`.
 
         Raises:
             DesyncError: another rank is about to do something else, or does not come.
         """
-        if not self._every_call and operation in self._seen:
+        if not self._every_call and device.type != "cpu" and operation in self._seen:
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
@@ -64,3 +76,10 @@ class Agreement:
                 "dtypes: pad the sequence to a multiple of the group size before it is split"
             )
         self._seen.add(operation)  # by now it has been compared, and ranks agree
+
+
+def _group_timeout(process_group: dist.ProcessGroup) -> float:
+    """Seconds that the group's own collectives wait for a rank."""
+    backends = [process_group._get_backend(torch.device(kind)) for kind in process_group._device_types]
+    options = [b.options for b in backends if getattr(b, "options", None) is not None]
+    return min((o._timeout.total_seconds() for o in options), default=_DEFAULT_TIMEOUT)

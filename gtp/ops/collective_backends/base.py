@@ -106,10 +106,10 @@ class GemmBackend(abc.ABC):
             products: Pairs `a [M, K_i]`, `b [K_i, N]`, any strides; M is a multiple of R.
         """
 
-    def agree(self, operation: str, rows: int, columns: int, dtype: torch.dtype) -> None:
+    def agree(self, operation: str, rows: int, columns: int, operand: torch.Tensor) -> None:
         """Raises on every rank if ranks are about to do different things. See `Agreement`."""
         if self._agreement is not None:
-            self._agreement.check((operation, rows, columns, dtype))
+            self._agreement.check((operation, rows, columns, operand.dtype), operand.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GemmBackend:
         # a copied module talks over the same group; process groups and peer memory cannot be copied

@@ -23,7 +23,7 @@ class CollectiveBackend(GemmBackend):
 
     def gather(self, rows: torch.Tensor, *, whole: bool = False, columns: bool = False) -> Gathering:
         rows = rows.contiguous()
-        self.agree("gather", rows.shape[0], rows.shape[1], rows.dtype)
+        self.agree("gather", rows.shape[0], rows.shape[1], rows)
         full = rows.new_empty(self.size * rows.shape[0], rows.shape[1])
         work = None
         if rows.numel():
@@ -53,7 +53,7 @@ class SingleRankBackend(GemmBackend):
 def multiply_then_scatter(backend: GemmBackend, products: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """`GemmBackend.matmul_reduce_scatter` by a GEMM and then a collective."""
     partial = sum_of_products(products)
-    backend.agree("reduce-scatter", partial.shape[0], partial.shape[1], partial.dtype)
+    backend.agree("reduce-scatter", partial.shape[0], partial.shape[1], partial)
     out = partial.new_empty(partial.shape[0] // backend.size, partial.shape[1])
     if out.numel():
         dist.reduce_scatter_tensor(out, partial, op=dist.ReduceOp.SUM, group=backend.process_group)

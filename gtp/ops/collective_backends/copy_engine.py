@@ -117,14 +117,14 @@ class CopyEngineBackend(GemmBackend):
             self._kept.append(old)
 
     def gather(self, rows: torch.Tensor, *, whole: bool = False, columns: bool = False) -> Gathering:
-        self.agree("gather", rows.shape[0], rows.shape[1], rows.dtype)
+        self.agree("gather", rows.shape[0], rows.shape[1], rows)
         if not rows.numel():
             return Gathered(self, rows.new_empty(rows.shape[0] * self.size, rows.shape[1]), None)
         return CopyEngineGathering(self, rows, whole, columns)
 
     def matmul_reduce_scatter(self, products: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         a, b = products[0]
-        self.agree("reduce-scatter", a.shape[0], b.shape[1], a.dtype)
+        self.agree("reduce-scatter", a.shape[0], b.shape[1], a)
         out = a.new_empty(a.shape[0] // self.size, b.shape[1])
         if not out.numel():
             return out

@@ -43,7 +43,7 @@ class SymmMemBackend(GemmBackend):
             get_symm_mem_workspace(self._group_name, min_size=1 << 20)
 
     def gather(self, rows: torch.Tensor, *, whole: bool = False, columns: bool = False) -> Gathering:
-        self.agree("gather", rows.shape[0], rows.shape[1], rows.dtype)
+        self.agree("gather", rows.shape[0], rows.shape[1], rows)
         if rows.numel():
             return _Gathering(self, rows.contiguous(), whole or columns)
         return Gathered(self, rows.new_empty(rows.shape[0] * self.size, rows.shape[1]), None)
@@ -52,7 +52,7 @@ class SymmMemBackend(GemmBackend):
         # one operator for the sum of all products: contracted dims side by side
         a = products[0][0] if len(products) == 1 else torch.cat([a for a, _ in products], dim=1)
         b = products[0][1] if len(products) == 1 else torch.cat([b for _, b in products], dim=0)
-        self.agree("reduce-scatter", a.shape[0], b.shape[1], a.dtype)
+        self.agree("reduce-scatter", a.shape[0], b.shape[1], a)
         if not a.shape[0] or not b.shape[1]:
             return a.new_empty(a.shape[0] // self.size, b.shape[1])
         out: torch.Tensor = self.fused(
