@@ -207,7 +207,8 @@ def sum_gradients_over_tp(parameters: Iterable[nn.Parameter], tp_group: GroupOrM
 
     Not for weights that `gtp.shard_model` shards: their gradients do not pass through autograd. An embedding or a head
     is best used outside of the split sequence: see `gtp.ops.split_sequence` and `gtp.ops.gather_sequence`. Nor for
-    parameters that FSDP2 shards, which replaces them and with them the hooks: name them in its `ignored_params`.
+    parameters that FSDP2 shards, which replaces them and with them the hooks: name them in its `ignored_params`. Copies
+    (`copy.deepcopy`) and what `load_state_dict(assign=True)` puts in place are other parameters too: call it for them.
 
     Args:
         parameters: Parameters that stay replicated, the same ones in the same order on all ranks.
