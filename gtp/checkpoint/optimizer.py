@@ -71,8 +71,8 @@ def load_optimizer_state_dict(
         model: A model, sharded or not.
         optimizers: Optimizers over its parameters. They may divide the parameters in another way among optimizers, but
             parameters of one group must come from one group.
-        state_dict: By name. State of a sharded weight may be a `ShardTensor` of its layout, a tensor of its shard's
-            shape, or the full tensor, which is cut to this rank's rows.
+        state_dict: By name. State of a sharded weight may be rows of its layout (`ShardTensor`, `ShardRows`), or the
+            full tensor, which is cut to this rank's rows.
         saved_dtypes: Dtype that each parameter had when its state was saved. State of parameters that still have it
             keeps its own dtype exactly; otherwise, as in torch, floating state is cast to the parameter's dtype.
 

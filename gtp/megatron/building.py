@@ -16,7 +16,7 @@ import re
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,9 @@ from gtp.runtime.runtime import GTPRuntime
 from gtp.runtime.select import choose_transport
 from gtp.weights.axes import Axes
 from gtp.weights.layout import ShardLayout
+from gtp.weights.rows import ShardRows
 from gtp.weights.shard import convert, new_group
+from gtp.weights.shard_tensor import CheckpointableShard
 from gtp.weights.state_dict import hook_state_dict
 
 _ATTRIBUTE = "gtp_runtime"
@@ -115,8 +117,18 @@ def adopt(
         weight = cast(MegatronGTPWeight, convert(parameter, runtime, group, position, layout, MegatronGTPWeight))
         weight.before_first_use = root.__dict__[_COMPLETION]
         adopted.append(weight)
+    module.register_load_state_dict_pre_hook(_mark_rows)  # first: what comes next takes plain tensors for whole weights
     hook_state_dict(module)
     return adopted
+
+
+def _mark_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Megatron's checkpoints load each rank's rows, plain."""
+    for name, weight in module._parameters.items():
+        value = state_dict.get(prefix + name)
+        is_plain = isinstance(value, torch.Tensor) and not isinstance(value, CheckpointableShard)
+        if isinstance(weight, MegatronGTPWeight) and is_plain and value.shape == weight.shape:
+            state_dict[prefix + name] = ShardRows.of(value.detach(), weight.origin)
 
 
 def complete(root: nn.Module) -> None:

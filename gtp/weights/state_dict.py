@@ -65,20 +65,23 @@ def require_rows(value: torch.Tensor, layout: ShardLayout, name: str) -> None:
                 "as full tensors (gtp.full_state_dict)"
             )
         shape = theirs.logical_shape
-    elif shape in (layout.logical_shape, layout.shard_shape):
+    elif shape == layout.logical_shape:
         return
-    raise GTPValueError(
-        f"{name}: the state dict holds shape {shape}; a full tensor has {layout.logical_shape}, and this rank's shard "
-        f"{layout.shard_shape}"
-    )
+    # not even this rank's shard: a smaller model's weight may have that shape, and every rank would take all of it
+    hint = ""
+    if shape == layout.shard_shape:
+        hint = (
+            ". It has the shape of this rank's shard: rows are taken from what knows that it is rows, as state_dict(), "
+            "weight.data and weight.detach() do, and weight.shard does not"
+        )
+    raise GTPValueError(f"{name}: the state dict holds shape {shape}; a full tensor has {layout.logical_shape}{hint}")
 
 
 def own_rows(value: torch.Tensor, layout: ShardLayout, name: str) -> torch.Tensor:
     """This rank's shard `[shard_rows, *trailing]` from what a state dict holds; a plain tensor.
 
     Args:
-        value: The full tensor, or the shard: plain, as weight or state, or as `ShardTensor`. Shards are not copied. A
-            plain tensor that has both shapes is the full one.
+        value: The full tensor, plain, or the shard, as weight, `ShardRows` or `ShardTensor`. Shards are not copied.
         layout: What is wanted.
         name: For errors.
 
@@ -88,8 +91,6 @@ def own_rows(value: torch.Tensor, layout: ShardLayout, name: str) -> torch.Tenso
     require_rows(value, layout, name)
     if isinstance(value, CheckpointableShard):
         return value.checkpoint_part()[0]
-    if tuple(value.shape) != layout.logical_shape:
-        return value
     return take_shard(value, layout)
 
 

@@ -217,6 +217,10 @@ def _refusals(path):
     gtp.checkpoint.load(path, sharded, some, strict=False)
     assert some.param_groups[0]["weight_decay"] == 0.1
     state = optimizer_state_dict(sharded, optimizer)
+    state["state"]["up.weight"]["exp_avg"] = torch.zeros(35, 8)  # of a model of half the width, or this rank's rows
+    with pytest.raises(GTPValueError, match=r"up\.weight: exp_avg: .* shape \(35, 8\); a full tensor has \(70, 8\)"):
+        load_optimizer_state_dict(sharded, optimizer, state)
+    state = optimizer_state_dict(sharded, optimizer)
     state["param_groups"][0]["params"].remove("up.weight")
     with pytest.raises(GTPValueError, match=r"up\.weight: in no parameter group of the saved optimizer state"):
         load_optimizer_state_dict(sharded, optimizer, state)

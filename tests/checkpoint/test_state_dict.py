@@ -153,7 +153,7 @@ def _load_kinds():
     assert torch.equal(sharded.up.weight.full_tensor(), plain.up.weight)
 
 
-def test_full_tensors_shard_tensors_weights_and_plain_shards_all_load(ranks):
+def test_full_tensors_shard_tensors_weights_and_rows_all_load(ranks):
     ranks(2).run(_load_kinds)
 
 
@@ -185,6 +185,8 @@ def _refused():
     moved = ShardTensor(torch.zeros(elsewhere.shard_shape), ShardOrigin("down.weight", elsewhere, dist.group.WORLD))
     refusals = [
         ({**other, "down.weight": torch.zeros(6, 70)}, {}, GTPValueError, r"down\.weight: .* shape \(6, 70\)"),
+        # a vocabulary, or a head, of half the size
+        ({"up.weight": torch.zeros(48, 8)}, {"strict": False}, GTPValueError, r"up\.weight: .* has \(70, 8\)\. It has"),
         ({**other, "down.weight": moved}, {}, GTPValueError, rf"down\.weight: .* rank {1 - rank()}'s rows of 2"),
         (other, {"assign": True}, UnsupportedError, r"assign=True"),
     ]
