@@ -413,13 +413,12 @@ def test_c72_a_shape_counts_as_known_when_ranks_have_agreed_on_it(ranks):
 
 
 def left_alone(seconds: float) -> str | None:
-    group = dist.new_group(timeout=datetime.timedelta(seconds=seconds))
-    shared = gemm_backend("collective", group)
-    all_gather_linear(torch.ones(4, 8), torch.ones(3, 8), backend=shared)
+    group = dist.new_group()
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
     if dist.get_rank() == 1:
         return None
     with pytest.raises(DesyncError) as error:
-        all_gather_linear(torch.ones(4, 8), torch.ones(3, 8), backend=shared)
+        all_gather_linear(torch.ones(4, 8), torch.ones(3, 8), backend=gemm_backend("collective", group))
     return str(error.value)
 
 
