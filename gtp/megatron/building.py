@@ -126,8 +126,9 @@ def _mark_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
     """Megatron's checkpoints load each rank's rows, plain."""
     for name, weight in module._parameters.items():
         value = state_dict.get(prefix + name)
-        is_plain = isinstance(value, torch.Tensor) and not isinstance(value, CheckpointableShard)
-        if isinstance(weight, MegatronGTPWeight) and is_plain and value.shape == weight.shape:
+        if not isinstance(weight, MegatronGTPWeight) or not isinstance(value, torch.Tensor):
+            continue
+        if value.shape == weight.shape and not isinstance(value, CheckpointableShard):
             state_dict[prefix + name] = ShardRows.of(value.detach(), weight.origin)
 
 
