@@ -92,7 +92,9 @@ class _Use:
             )
 
     def part(self, tensor: torch.Tensor) -> _Part | None:
-        """Which part of a full weight `tensor` is, while it is whole; None if it is none."""
+        """Which part of a full weight `tensor` is, while it is whole; None if it is none, or of a class of its own."""
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return None  # nested and sparse ones have no storage to ask for
         address = tensor.untyped_storage().data_ptr()
         for position, full in enumerate(self._full):
             if full.untyped_storage().data_ptr() == address and full.dtype is tensor.dtype:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gtp
 from gtp.testing.ranks import rank
-from tests.weights.side_by_side import SideBySide, adamw, inputs, live_count, square
+from tests.weights.side_by_side import SideBySide, adamw, inputs, live_count, settled, square
 
 
 class Experts(nn.Module):
@@ -56,6 +56,19 @@ class Transposed(nn.Linear):
         return input @ self.weight.T + self.bias
 
 
+class Sparse(nn.Module):
+    """Saves a sparse tensor for backward, and a nested one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) * 0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.sparse.mm(torch.eye(x.shape[0]).to_sparse(), x @ self.weight)
+        nested = torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 3, x.shape[0]]))
+        return torch.tanh(nested).values() + x
+
+
 class Lists(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +99,7 @@ class Attention(nn.Module):
         return self.inner(x[None], x[None], x[None])[0][0]
 
 
-KINDS = [Experts, Conv1D, Transposed, Lists, Convolution, Attention]
+KINDS = [Experts, Conv1D, Transposed, Sparse, Lists, Convolution, Attention]
 
 
 def _model(kinds=KINDS) -> nn.Module:
@@ -119,14 +132,19 @@ def test_settings_change_no_number(ranks, options):
     ranks(2).run(_trained, {"config": gtp.GTPConfig(**options)})
 
 
+def _leased(runtime):
+    pool = runtime._pools.gathers
+    pool.trim()
+    return pool.leased_bytes
+
+
 def _peak():
     """Of six weights, two are whole at a time, in forward and in backward; none is between them."""
     width = 64
     model = nn.Sequential(*[Experts(4, width, width) for _ in range(3)])
     runtime = gtp.shard_model(model, dist.group.WORLD, unshard="*", config=gtp.GTPConfig(prefetch_bytes=0))
     loss = model(torch.randn(8, width)).sum()
-    runtime._pools.gathers.trim()
-    between = runtime._pools.gathers.leased_bytes
+    between = settled(lambda: _leased(runtime), lambda nbytes: nbytes == 0)
     loss.backward()
     return between, runtime.stats().peak_leased_bytes / (4 * width * width * 4)
 
@@ -446,7 +464,7 @@ def _trained_on_gpu(transport, lag):
 
     device, group = device_and_group()
     twins = SideBySide(
-        lambda: _model().to(device),
+        lambda: _model([kind for kind in KINDS if kind is not Sparse]).to(device),
         group=group,
         config=gtp.GTPConfig(transport=transport),
         unshard="*",
