@@ -121,17 +121,22 @@ class Reducer:
         self._let_go_of_lent()
         return [owner for owner, _ in delivered]
 
-    def switch(self, pool: BufferPool) -> None:
-        """A CUDA graph capture begins or has ended.
+    def switch(self, pool: BufferPool, *, ends: bool) -> None:
+        """A CUDA graph capture begins, or one ends. A backward that raised in that one has left reductions on their
+        way; they are part of a graph that is thrown away, and eager code may not wait for its events.
 
         Raises:
             GTPStateError: gradients are on their way, or held by `no_sync`: they would belong to both sides.
         """
-        if self._in_flight or self._unreduced:
+        if self._unreduced or (self._in_flight and not ends):
             raise GTPStateError(
                 "a CUDA graph capture begins or ends while gradients are being reduced or are held by no_sync: capture "
                 "whole steps, and end no_sync with a reducing backward first"
             )
+        if ends:
+            self._targets.clear()
+        while self._in_flight:
+            self._let_go(self._in_flight.popleft())
         self._let_go_of_lent()
         self._pool = pool
 
@@ -299,12 +304,15 @@ class Reducer:
 
     def _finish_oldest(self) -> None:
         flight = self._in_flight.popleft()
-        self._in_flight_bytes -= flight.nbytes
         try:
             self._transport.finish_reduce(flight.ticket)
         finally:
-            for wgrad in flight.wgrads:
-                self._pool.let_go(wgrad.buffer)
+            self._let_go(flight)
+
+    def _let_go(self, flight: _InFlight) -> None:
+        self._in_flight_bytes -= flight.nbytes
+        for wgrad in flight.wgrads:
+            self._pool.let_go(wgrad.buffer)
 
 
 def _ranks_of(group: WeightGroup) -> int:

@@ -258,9 +258,11 @@ class GTPRuntime:
         """
         if not self._started:
             return
-        self._abandon()
         self._reducer.discard_held()
         self.replicated.discard_held()
+        if self._on_cuda and (capture := current_capture(self.device)) != self._capture:
+            self._switch(capture)  # what a graph has is no longer ours
+        self._abandon()
         for pool in self._pools:
             pool.trim()
 
@@ -295,7 +297,7 @@ class GTPRuntime:
         pools = make_pools(self._groups, self.config, self.device) if capture else self._eager_pools
         if capture:
             self._gatherer.require_no_line()
-        self._reducer.switch(pools.wgrads)
+        self._reducer.switch(pools.wgrads, ends=bool(self._capture))
         self._gatherer.switch(pools.gathers, capture)
         self._capture, self._pools = capture, pools
 

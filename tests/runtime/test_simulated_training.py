@@ -233,11 +233,11 @@ class _Trainer:
         eager, self.allocate = self.allocate, _Allocator(self.driver)
         self.driver.begin_capture()
         pools = self.pools()
-        self.reducer.switch(pools.wgrads)
+        self.reducer.switch(pools.wgrads, ends=False)
         self.gatherer.switch(pools.gathers, self.driver.capture())
         captured()
         graph = self.driver.end_capture()
-        self.reducer.switch(self.eager.wgrads)
+        self.reducer.switch(self.eager.wgrads, ends=True)
         self.gatherer.switch(self.eager.gathers, 0)
         self.allocate = eager
         self.graphs.append(pools)

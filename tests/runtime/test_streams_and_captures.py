@@ -20,6 +20,7 @@ from gtp.runtime.schedule import Phase, Schedule
 from gtp.testing.null_transport import NullTransport
 from tests.runtime.simulated_streams import Machine
 from tests.runtime.test_copy_engine_protocol import expected_full, make_ranks
+from tests.weights.side_by_side import SideBySide, inputs, settled, square
 
 
 class _Stream:
@@ -201,6 +202,47 @@ def _capture_while_gradients_are_held() -> None:
 def test_a_refused_capture_changes_nothing(ranks: Any) -> None:
     """It is refused each time it is tried, and eager code goes on where it was."""
     ranks(2).run(_capture_while_gradients_are_held)
+
+
+def _backward_raises_in_a_capture(release: bool) -> None:
+    twins = SideBySide(lambda: nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]))
+    runtime, every = twins.runtime, inputs(1, 3, 4)
+    twins.step(inputs(0, 3, 4))
+    eager = runtime._pools
+    runtime._on_cuda = True
+    real = runtime_module.current_capture
+
+    def fail(grad: torch.Tensor) -> None:
+        raise MemoryError("simulated")
+
+    handle = twins.sharded[0].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+    try:
+        runtime_module.current_capture = lambda device: 7
+        with pytest.raises(MemoryError, match="simulated"):
+            square(twins.sharded, every[twins.rank]).backward()
+        captured, abandoned = runtime._pools, list(runtime._reducer._in_flight)
+        assert captured is not eager
+        assert len(abandoned) > 0
+    finally:
+        runtime_module.current_capture = real
+    handle.remove()
+    # in a graph that was thrown away there is nobody to wait for
+    finish, finished = runtime.transport.finish_reduce, []
+    runtime.transport.finish_reduce = lambda ticket: (finished.append(ticket), finish(ticket))[1]
+    twins.sharded.zero_grad()
+    if release:
+        runtime.release()
+    for step in range(2, 4):
+        twins.step(inputs(step, 3, 4))
+    assert not {id(flight.ticket) for flight in abandoned} & {id(ticket) for ticket in finished}
+    assert runtime._pools is eager
+    assert settled(lambda: captured.wgrads.trim() or captured.wgrads.leased_bytes, lambda leased: leased == 0) == 0
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_after_a_backward_that_raised_in_a_capture_eager_steps_are_right(ranks: Any, release: bool) -> None:  # C48
+    """Each use was refused because gradients were on their way, and release() waited for events of the graph."""
+    ranks(2).run(_backward_raises_in_a_capture, release)
 
 
 def test_a_capture_given_up_inside_a_line_leaves_no_signal_behind() -> None:
