@@ -136,7 +136,7 @@ class Reducer:
         if ends:
             self._targets.clear()
         while self._in_flight:
-            self._let_go(self._in_flight.popleft())
+            self._finish_oldest(wait=False)
         self._let_go_of_lent()
         self._pool = pool
 
@@ -302,17 +302,15 @@ class Reducer:
             raise GTPStateError(f"{member.name}: its parameter was deleted while backward was running")
         return owner
 
-    def _finish_oldest(self) -> None:
+    def _finish_oldest(self, *, wait: bool = True) -> None:
         flight = self._in_flight.popleft()
-        try:
-            self._transport.finish_reduce(flight.ticket)
-        finally:
-            self._let_go(flight)
-
-    def _let_go(self, flight: _InFlight) -> None:
         self._in_flight_bytes -= flight.nbytes
-        for wgrad in flight.wgrads:
-            self._pool.let_go(wgrad.buffer)
+        try:
+            if wait:
+                self._transport.finish_reduce(flight.ticket)
+        finally:
+            for wgrad in flight.wgrads:
+                self._pool.let_go(wgrad.buffer)
 
 
 def _ranks_of(group: WeightGroup) -> int:
