@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gtp.checkpoint.names import parameter_names, plain_name, unwrapped
+from gtp.checkpoint.names import held_weights, parameter_names, plain_name, unwrapped
 from gtp.checkpoint.optimizer import (
     Optimizers,
     as_list,
@@ -23,9 +23,10 @@ from gtp.checkpoint.optimizer import (
     load_optimizer_state_dict,
     optimizer_state_dict,
 )
-from gtp.checkpoint.owners import require_one_owner_each
+from gtp.checkpoint.owners import raised_together, require_one_owner_each
 from gtp.checkpoint.saved import Saved
 from gtp.errors import GTPValueError, MissingExtraError
+from gtp.weights.agreement import agree
 from gtp.weights.parameter import GTPWeight
 from gtp.weights.state_dict import as_saved
 
@@ -67,6 +68,7 @@ def save(
     reserved = sorted({_MODEL, _OPTIM} & extra.keys())
     if reserved:
         raise GTPValueError(f"gtp.checkpoint.save: {reserved[0]!r} names a part of every checkpoint; rename this extra")
+    agree(held_weights(model), "save a checkpoint of")
     require_one_owner_each(model, process_group)
     state: dict[str, Any] = {_MODEL: {plain_name(k): v for k, v in unwrapped(model).state_dict().items()}}
     if optimizer is not None:
@@ -104,14 +106,16 @@ def load(
     from torch.distributed.checkpoint import load as dcp_load
 
     _require_numpy()
-    saved = Saved.read(path)
     model = unwrapped(model)
+    agree(held_weights(model), "load a checkpoint into")
     state_dict = model.state_dict()
     keys = {plain_name(key): key for key in state_dict}
     optimizers = [] if optimizer is None else as_list(optimizer)
-    target: dict[str, Any] = {_MODEL: _model_target(saved, {n: state_dict[k] for n, k in keys.items()}, strict)}
-    if optimizers:
-        target[_OPTIM] = _optimizer_target(saved, model, optimizers, strict)
+    with raised_together("gtp.checkpoint.load", process_group):
+        saved = Saved.read(path)
+        target: dict[str, Any] = {_MODEL: _model_target(saved, {n: state_dict[k] for n, k in keys.items()}, strict)}
+        if optimizers:
+            target[_OPTIM] = _optimizer_target(saved, model, optimizers, strict)
     extras = [name for name in saved.names() if name not in (_MODEL, _OPTIM)]
     target.update((name, saved.placeholder((name,))) for name in extras)
     _finish_prefetches(model)
@@ -214,9 +218,8 @@ def _require_same_names(saved: Saved, whose: str, wanted: set[str], there: set[s
 
 def _finish_prefetches(model: nn.Module) -> None:
     """DCP writes into the shards themselves."""
-    for parameter in model.parameters():
-        if isinstance(parameter, GTPWeight):
-            parameter.runtime.before_write()
+    for weight in held_weights(model):
+        weight.runtime.before_write()
 
 
 def _has_tensors(value: Any) -> bool:

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gtp.checkpoint.names import held_weights
 from gtp.errors import GTPValueError, UnsupportedError
+from gtp.weights.agreement import agree
 from gtp.weights.axes import Axes, broadcast_first
 from gtp.weights.cut import take_shard
 from gtp.weights.parameter import GTPWeight
@@ -40,6 +42,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu_offload: 
     Returns:
         Name to plain tensor of the logical shape, and extra state as it is.
     """
+    agree(held_weights(model), "gather a state dict of")
     sharded = model.state_dict()
     keep = not rank0_only or _is_first_rank(model)
     result: OrderedDict[str, Any] = OrderedDict()
@@ -91,6 +94,7 @@ def load_full_state_dict(
                 "first rank and pass broadcast_from_rank0=True on all"
             )
         return IncompatibleKeys(*model.load_state_dict(state_dict, strict=strict))
+    agree(held_weights(model), "load a state dict from the first rank into")
     sender = _Sender.of(model)
     own = model.state_dict()
     offers = sender.broadcast_object(_offers(state_dict) if sender.is_here else None)
@@ -232,9 +236,8 @@ def _compare(own: Mapping[str, Any], offers: Mapping[str, _Offer], strict: bool)
         if offer is None or not isinstance(value, torch.Tensor) or key.endswith("_extra_state"):
             continue
         if offer.shape != tuple(value.shape):
-            raise GTPValueError(
-                f"{key}: the state dict holds shape {offer.shape}, and the model has {tuple(value.shape)}"
-            )
+            holds = f"a {type(offer.value).__name__}, no tensor" if offer.shape is None else f"shape {offer.shape}"
+            raise GTPValueError(f"{key}: the state dict holds {holds}, and the model has {tuple(value.shape)}")
     return mismatch
 
 

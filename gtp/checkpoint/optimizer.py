@@ -166,7 +166,9 @@ def _saved_group(
             f"{wanted[0]}: its parameter group takes parameters from {len(sources)} saved groups, whose settings "
             "differ. Make the optimizer with the groups it was saved with"
         )
-    return {**saved[sources[0]], "params": [index_of[name] for name in wanted]}
+    # torch keeps an optimizer's own names (of one made from named_parameters) where the saved group has none
+    settings = {key: value for key, value in saved[sources[0]].items() if key != "param_names"}
+    return {**settings, "params": [index_of[name] for name in wanted]}
 
 
 def _undo_casts(

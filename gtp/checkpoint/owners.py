@@ -1,8 +1,9 @@
-"""Who holds the weight of a name: before ranks write one file, they must mean the same weight by it."""
+"""What ranks must agree on before they write or read one file: who holds the weight of a name, and that it can be."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch import nn
@@ -48,6 +49,33 @@ def require_one_owner_each(model: nn.Module, process_group: dist.ProcessGroup | 
                 "ranks to a folder of its own with process_group=; if they are replicas, shard over a 2-d mesh "
                 "(replicate, gtp)"
             )
+
+
+@contextmanager
+def raised_together(call: str, process_group: dist.ProcessGroup | None) -> Iterator[None]:
+    """What one rank raises inside, because it sees another folder or has another model, all raise. Collective.
+
+    Args:
+        call: For the error on the other ranks.
+        process_group: The ranks. Default: all ranks.
+
+    Raises:
+        GTPValueError: another rank raised.
+    """
+    mine: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - raised below, when all ranks know of it
+        mine = error
+    answers: list[str | None] = []
+    if dist.is_initialized() and dist.get_world_size(process_group) > 1:
+        answers = [None] * dist.get_world_size(process_group)
+        dist.all_gather_object(answers, mine and f"{type(mine).__name__}: {mine}", group=process_group)
+    if mine is not None:
+        raise mine
+    for index, answer in enumerate(answers):
+        if answer is not None:
+            raise GTPValueError(f"{call}: rank {index} of {len(answers)} raised {answer}")
 
 
 def _axes_of(weight: GTPWeight) -> tuple[_Ranks, _Ranks]:

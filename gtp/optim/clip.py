@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from gtp.errors import GTPStateError, GTPValueError
+from gtp.weights.agreement import agree
 from gtp.weights.norms import global_norms, norm_of
 from gtp.weights.parameter import GTPWeight
 
@@ -32,17 +34,19 @@ def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: floa
     if order <= 0:
         raise GTPValueError(f"norm_type must be above 0, got {norm_type!r}")
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    sharded, whole = [], []
+    sharded, whole, weights = [], [], []
     for parameter in listed:
         grad = local_grad(parameter)
         if grad is None:
             continue
         if isinstance(parameter, GTPWeight):
+            weights.append(parameter)
             sharded.append((grad[: parameter.layout.valid_rows], parameter.group))
         else:
             whole.append(grad)
     if not sharded and not whole:
         return torch.zeros(())
+    agree(weights, "take the norm of the gradients of")
     device = sharded[0][0].device if sharded else whole[0].device
     norms = global_norms(sharded, order, device) + [norm_of(grad, order).to(device) for grad in whole]
     wide = [norm.to(torch.promote_types(norm.dtype, torch.float32)) for norm in norms]
@@ -55,6 +59,7 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> torch.Tensor:
     """Scales gradients in place so that their norm over the whole model is at most `max_norm`. Collective.
 
@@ -66,6 +71,7 @@ def clip_grad_norm_(
         norm_type: As for `grad_norm`.
         error_if_nonfinite: Raise, on all ranks alike and before any gradient changes, where the norm is infinite or
             NaN. Otherwise an infinite norm scales by zero and a NaN norm makes all gradients NaN, as in torch.
+        foreach: Whether gradients of one device and dtype are scaled by one call (True and None) or one by one.
 
     Returns:
         The norm before clipping, see `grad_norm`.
@@ -81,10 +87,13 @@ def clip_grad_norm_(
             "or pass error_if_nonfinite=False to scale all the same"
         )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for parameter in listed:
+    alike: dict[Any, list[torch.Tensor]] = {}
+    for index, parameter in enumerate(listed):
         grad = local_grad(parameter)
         if grad is not None:
-            grad.mul_(scale.to(device=grad.device, dtype=grad.dtype))
+            alike.setdefault(index if foreach is False else (grad.device, grad.dtype), []).append(grad)
+    for grads in alike.values():
+        torch._foreach_mul_(grads, scale.to(device=grads[0].device, dtype=grads[0].dtype))
     return norm
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from gtp.errors import GTPValueError
 from gtp.optim.clip import local_grad
+from gtp.weights.agreement import agree
 from gtp.weights.layout import ShardLayout
 from gtp.weights.parameter import GTPWeight
 from gtp.weights.shard_tensor import LocalShard
@@ -132,6 +133,12 @@ class Muon(torch.optim.Optimizer):
             state["momentum_buffer"] = parameter.local_state(zeros) if isinstance(parameter, GTPWeight) else zeros
         kept = state["momentum_buffer"]
         buffer = kept.shard if isinstance(kept, LocalShard) else kept
+        if buffer.shape != grad.shape:
+            raise GTPValueError(
+                f"{_label(parameter)}: Muon's momentum_buffer has shape {tuple(buffer.shape)}, and this rank's "
+                f"gradient {tuple(grad.shape)}. State of whole matrices is cut to rows by gtp.checkpoint.load and "
+                "gtp.checkpoint.load_optimizer_state_dict, not by load_state_dict"
+            )
         buffer.lerp_(grad, 1 - group["momentum"])
         update = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         return update.to(group["compute_dtype"])
@@ -184,6 +191,8 @@ def _orthogonalized(pending: list[_Pending], settings: Mapping[str, Any]) -> lis
             shared.setdefault(entry.parameter.group, []).append(entry)
         else:
             done.append(_alone(entry, settings))
+    weights = [e.parameter for entries in shared.values() for e in entries if isinstance(e.parameter, GTPWeight)]
+    agree(weights, "orthogonalize the updates of")
     for group, entries in shared.items():
         # matrices of a round are worked on at once: put those of like size together
         entries.sort(key=lambda e: -_layout(e).logical_numel)
@@ -227,6 +236,10 @@ def _run(matrix: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
 
 def _scale(name: str | None, rows: int, cols: int) -> float:
     return 0.2 * math.sqrt(max(rows, cols)) if name == "match_rms_adamw" else math.sqrt(max(1, rows / cols))
+
+
+def _label(parameter: torch.Tensor) -> str:
+    return parameter.name if isinstance(parameter, GTPWeight) else f"a parameter of shape {tuple(parameter.shape)}"
 
 
 def _layout(entry: _Pending) -> ShardLayout:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,9 @@ import torch.distributed as dist
 from gtp.config import GTPConfig
 from gtp.errors import DesyncError
 from gtp.weights.selection import BufferChoice, Choice, Selection
+
+if TYPE_CHECKING:
+    from gtp.weights.parameter import GTPWeight
 
 # What may differ between ranks: nothing is decided by it that others must decide alike.
 _LOCAL_FIELDS = frozenset(["debug_timeout", "peer_timeout", "reduce_sms"])
@@ -77,3 +82,17 @@ def _shape(tensor: torch.Tensor) -> str:
 def _describe_config(config: GTPConfig) -> str:
     fields = [f.name for f in dataclasses.fields(config) if f.name not in _LOCAL_FIELDS]
     return ", ".join(f"{name}={getattr(config, name)!r}" for name in fields)
+
+
+def agree(weights: Iterable[GTPWeight], what: str) -> None:
+    """Under `GTPConfig(debug=True)`, compares with the other ranks of each group that all are about to do `what`.
+
+    Raises:
+        DesyncError: a rank does something else, or it to other weights, or does not come.
+    """
+    groups: dict[dist.ProcessGroup, list[GTPWeight]] = {}
+    for weight in weights:
+        groups.setdefault(weight.group, []).append(weight)
+    for group, members in groups.items():
+        transport = members[0].runtime.transport
+        transport.agree(group, f"{what} {', '.join(weight.name for weight in members)}")

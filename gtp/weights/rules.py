@@ -101,6 +101,8 @@ def apply(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
         return call_plain(func, args, kwargs)
     if name.startswith("_foreach_") or name in _FUSED or name == _UNSCALE:
         return _on_lists(func, name, args, kwargs)
+    if name == "type" and len(args) + len(kwargs) == 1:  # the name of the dtype, which errors of torch's own quote
+        return call_plain(func, args, kwargs)
     tensors = tensors_in((*args, *kwargs.values()))
     shards = [t for t in tensors if isinstance(t, LocalShard)]
     shard = next((s for s in shards if not s.origin.is_whole), None)

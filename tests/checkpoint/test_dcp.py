@@ -258,6 +258,21 @@ def _refusals(path):
     assert torch.equal(wider.extra.weight.full_tensor(), kept)
 
 
+def _one_rank_sees_no_file(path):
+    plain, sharded = pair()
+    gtp.checkpoint.save(path, sharded)
+    mine = "no checkpoint there" if rank() else r"gtp\.checkpoint\.load: rank 1 of 2 raised .*no checkpoint there"
+    with pytest.raises(GTPValueError, match=mine):
+        gtp.checkpoint.load(path + "/missing" if rank() else path, sharded)
+    assert_same_state(sharded, plain)
+    gtp.checkpoint.load(path, sharded)
+
+
+def test_what_one_rank_cannot_load_is_an_error_on_every_rank(ranks, tmp_path):
+    """A folder of this machine alone: the other ranks waited for the one that does not find it."""
+    ranks(2).run(_one_rank_sees_no_file, str(tmp_path / "file"))
+
+
 def test_what_does_not_fit_a_file_is_refused_before_anything_changes(ranks, tmp_path):  # C28
     path = str(tmp_path / "file")
     ranks(2).run(_save, path, gtp.GTPConfig())

@@ -161,6 +161,9 @@ def _names_and_shapes():
         gtp.load_full_state_dict(sharded, None, broadcast_from_rank0=True)
     with pytest.raises(GTPValueError, match=r"embedding\.weight: the state dict holds a ShardTensor"):
         gtp.load_full_state_dict(sharded, sharded.state_dict(), broadcast_from_rank0=True)
+    give = {**sent, "up.weight": sent["up.weight"].numpy()} if rank() == 0 else None
+    with pytest.raises(GTPValueError, match=r"up\.weight: the state dict holds a ndarray, no tensor"):
+        gtp.load_full_state_dict(sharded, give, broadcast_from_rank0=True)
     with pytest.raises(GTPValueError, match="no parameter of the model is sharded"):
         gtp.load_full_state_dict(Net(), sent, broadcast_from_rank0=True)
 
@@ -210,3 +213,17 @@ def _full_weights():
 
 def test_full_weights_can_be_read_and_changed(ranks):  # C67
     ranks(2).run(_full_weights)
+
+
+def _on_the_first_rank_only(path):
+    _, sharded = pair(config=gtp.GTPConfig(debug=True, debug_timeout=2.0))
+    if rank() == 0:
+        with pytest.raises(gtp.DesyncError, match=r"gather a state dict of embedding\.weight, .*rank 1 did not come"):
+            gtp.full_state_dict(sharded)
+        with pytest.raises(gtp.DesyncError, match=r"save a checkpoint of embedding\.weight, .*rank 1 did not come"):
+            gtp.checkpoint.save(path, sharded)
+
+
+def test_a_checkpoint_that_one_rank_takes_alone_is_named_by_the_check(ranks, tmp_path):
+    """`if rank == 0: save(...)`, as with data parallelism, waits for ever: the check says for whom."""
+    ranks(2).run(_on_the_first_rank_only, str(tmp_path / "file"))

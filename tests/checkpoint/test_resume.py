@@ -18,7 +18,7 @@ from gtp.checkpoint import ShardTensor, load_optimizer_state_dict, optimizer_sta
 from gtp.errors import GTPValueError, UnsupportedError
 from gtp.optim import Muon
 from gtp.testing.ranks import rank, subgroup
-from tests.checkpoint.models import ALIGNED, Net, assert_same_state, pair, train
+from tests.checkpoint.models import ALIGNED, Net, assert_same_state, local, pair, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -187,6 +187,27 @@ def _by_name():
 
 def test_optimizer_state_is_named_by_parameter_and_full_tensors_are_cut(ranks):
     ranks(2).run(_by_name)
+
+
+def _named_parameters(path):
+    _, sharded = pair()
+    optimizer = torch.optim.AdamW(sharded.named_parameters())
+    train(sharded, [optimizer], range(1), 0)
+    gtp.checkpoint.save(path, sharded, optimizer)
+    backwards = list(sharded.named_parameters())[::-1]
+    for given, names in ((backwards, [n for n, _ in backwards]), ([p for _, p in backwards], None)):
+        other = torch.optim.AdamW(given)
+        gtp.checkpoint.load(path, sharded, other)
+        assert other.param_groups[0].get("param_names") == names
+        for name, parameter in backwards:
+            assert torch.equal(
+                local(other.state[parameter]["exp_avg"]), local(optimizer.state[parameter]["exp_avg"])
+            ), name
+
+
+def test_an_optimizer_keeps_the_names_it_gave_its_parameters(ranks, tmp_path):
+    """Its own, in its own order: state was right, and the names beside it were those of the file's order."""
+    ranks(2).run(_named_parameters, str(tmp_path / "file"))
 
 
 class _RowFactors(torch.optim.Optimizer):

@@ -173,6 +173,23 @@ def test_what_is_no_matrix_is_refused_by_name(ranks):
         Muon([nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(2, 3, 4))])
 
 
+def _state_of_whole_matrices():
+    plain = matrices()
+    sharded = copy.deepcopy(plain)
+    gtp.shard_model(sharded, dist.group.WORLD)
+    theirs, ours = torch.optim.Muon(plain.parameters()), Muon(sharded.parameters())
+    give_gradients(plain, 0)
+    theirs.step()
+    ours.load_state_dict(theirs.state_dict())
+    give_gradients(sharded, 0)
+    with pytest.raises(GTPValueError, match=r"0\.weight: .* shape \(40, 8\).*\(20, 8\).*load_optimizer_state_dict"):
+        ours.step()
+
+
+def test_state_of_a_plain_models_optimizer_says_how_it_is_loaded(ranks):
+    ranks(2).run(_state_of_whole_matrices)
+
+
 @pytest.mark.parametrize(
     "setting",
     [{"lr": -1.0}, {"momentum": 1.0}, {"weight_decay": -0.1}, {"ns_steps": 0}, {"adjust_lr_fn": "none"}, {"eps": 0.0}],
