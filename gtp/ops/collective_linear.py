@@ -339,7 +339,7 @@ def _gather_backward(
         if dy is not None and needs_dw[i]
     ]
     if wanted:
-        with backend.gather(x_shard_k.t()) as gathering:
+        with backend.gather(x_shard_k.contiguous().t()) as gathering:  # hooks may hand back another layout
             gathering.matmul([Factor(dy, out=target.matrix.t()) for _, dy, target in wanted])
         for i, _, target in wanted:
             dweights[i] = target.finish()

@@ -178,13 +178,12 @@ class BufferPool:
         self.let_go(buffer, dying=1)  # the callback runs just before the tensor lets go of its storage
 
     def _collect(self) -> None:
-        still: list[Buffer] = []
-        for buffer in self._lingering:
+        looked_at, self._lingering = self._lingering, []  # the garbage collector may end a lease meanwhile
+        for buffer in looked_at:
             if buffer.readable():
-                still.append(buffer)
+                self._lingering.append(buffer)
             else:
                 self._retire(buffer)
-        self._lingering = still
 
     def _retire(self, buffer: Buffer) -> None:
         if self._on_cuda:

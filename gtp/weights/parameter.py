@@ -336,7 +336,7 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
         """`weight.data = data`: re-points the shard's storage. Shape, dtype and device type must stay.
 
         Raises:
-            GTPValueError: they differ.
+            GTPValueError: they differ, or `data` is not contiguous.
         """
         with _plain():
             have, given = (
@@ -348,6 +348,11 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
                     f"{self.handle.name}: .data of a sharded weight must keep shape, dtype and device type {have}, "
                     f"got {given}. Convert or move the model before gtp.shard_model; GTPConfig(param_dtype=...) "
                     "changes the dtype that GEMMs compute in"
+                )
+            if not data.is_contiguous():
+                raise GTPValueError(
+                    f"{self.handle.name}: .data of a sharded weight must be contiguous, because ranks gather from it; "
+                    f"got strides {data.stride()}. Give it .contiguous(), or copy into the weight"
                 )
             self.before_write()
             self.data = data.as_subclass(torch.Tensor)

@@ -55,6 +55,9 @@ class CopyEngineBackend(GemmBackend):
     a CUDA graph is captured: run the largest size once before. Graphs that were captured before it grew stay right,
     because what they use is kept.
 
+    Operations of one backend share its streams and its workspace: they belong on one stream, or on streams that wait
+    for each other.
+
     Args:
         process_group: The tensor-parallel group.
         device: This rank's GPU.
