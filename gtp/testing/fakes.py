@@ -96,6 +96,8 @@ class FakeDistributedWeight(torch.nn.Parameter):
         if mode not in ("ready", "deferred", "main_grad"):
             raise GTPValueError(f"mode must be 'ready', 'deferred' or 'main_grad', got {mode!r}")
         start, stop = rows or (0, full.shape[0])
+        if not 0 <= start <= stop <= full.shape[0]:
+            raise GTPValueError(f"rows must be (start, stop) within 0 and {full.shape[0]}, in order; got {rows}")
         weight: FakeDistributedWeight = torch.Tensor._make_subclass(
             cls, full.detach()[start:stop].clone(), requires_grad
         )
@@ -251,7 +253,9 @@ VIOLATIONS: Final = (
 
 
 def violating_weight(full: torch.Tensor, violation: Violation, **options: Any) -> FakeDistributedWeight:
-    """A fake over `full` `[rows, in]` that keeps the contract but for one rule. `options`: a fake's."""
+    """A fake over `full` `[rows, in]` that keeps the contract but for one rule of `VIOLATIONS`. `options`: a fake's."""
+    if violation not in VIOLATIONS:
+        raise GTPValueError(f"violation must be one of gtp.testing.fakes.VIOLATIONS, got {violation}")
     weight = _ViolatingWeight(full, **options)
     weight.violation = violation
     return weight

@@ -235,6 +235,28 @@ class ShardTensor(CheckpointableShard, torch.Tensor):
                 return first
         raise _needs_other_rows(name, [*args, *kwargs.values()])
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """Not of rows alone.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise _needs_other_rows("numpy", [self])
+
+    def tolist(self) -> Any:
+        """As `numpy`."""
+        raise _needs_other_rows("tolist", [self])
+
+    def untyped_storage(self) -> Any:
+        """Asked by what writes memory to files, such as safetensors.
+
+        Raises:
+            GTPValueError: always. Not NotImplementedError, which safetensors takes for a tensor without memory.
+        """
+        raise GTPValueError(str(_needs_other_rows("untyped_storage", [self])))
+
+    storage = untyped_storage
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
         copied = memo[id(self)] = ShardTensor(self._shard.clone(), self._origin)
         return copied

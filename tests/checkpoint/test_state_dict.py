@@ -78,6 +78,15 @@ def test_what_needs_other_rows_is_refused_by_name(use):
         use(shard_tensor())
 
 
+@pytest.mark.parametrize("ask", ["numpy", "tolist", "untyped_storage", "storage"])
+def test_what_reads_memory_is_refused_by_name(ask):
+    """Such as safetensors, behind Hugging Face's save_pretrained: it ended in an error about a pointer."""
+    with pytest.raises(gtp.GTPError, match=r"up\.weight: .*full_state_dict") as caught:
+        getattr(shard_tensor(), ask)()
+    # of storage, safetensors takes it for a tensor on the meta device, and leaves the weight out of the file
+    assert isinstance(caught.value, NotImplementedError) == (ask in ("numpy", "tolist"))
+
+
 def test_torch_save_of_a_shard_says_what_to_do():
     with pytest.raises(UnsupportedError, match=r"rows 4:8 of \(10, 3\).*gtp\.checkpoint\.save.*full_state_dict"):
         torch.save({"w": shard_tensor()}, io.BytesIO())

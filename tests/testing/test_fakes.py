@@ -11,7 +11,7 @@ from torch import nn
 from gtp.errors import GTPValueError, ProtocolError
 from gtp.ops import linear
 from gtp.protocol import materialize_weight_for_forward
-from gtp.testing.fakes import VIOLATIONS, Call, FakeDistributedWeight, Mode
+from gtp.testing.fakes import VIOLATIONS, Call, FakeDistributedWeight, Mode, Violation, violating_weight
 from tests.processes import Ended
 
 FULL = torch.arange(12.0).reshape(4, 3)
@@ -118,6 +118,18 @@ def test_a_wrong_mode_and_a_copy_are_refused() -> None:
         FakeDistributedWeight(FULL, mode="eager")  # type: ignore[arg-type]
     with pytest.raises(ProtocolError, match="is not copied"):
         copy.deepcopy(FakeDistributedWeight(FULL))
+
+
+@pytest.mark.parametrize("rows", [(1, 5), (-2, 4), (3, 1)])
+def test_rows_that_are_not_there_are_refused(rows: tuple[int, int]) -> None:
+    with pytest.raises(GTPValueError, match=r"rows must be \(start, stop\) within 0 and 4"):
+        FakeDistributedWeight(FULL, rows=rows)
+
+
+def test_a_rule_that_is_none_is_refused() -> None:
+    """A misspelt violation would make a fake that keeps the contract, and a test that cannot fail."""
+    with pytest.raises(GTPValueError, match="violation must be one of"):
+        violating_weight(FULL, Violation("grad_buffer", "count"))
 
 
 def test_repr_says_what_it_is() -> None:
