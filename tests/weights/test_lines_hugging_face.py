@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import gtp
+from gtp.testing.ranks import rank
 from tests.weights.side_by_side import SideBySide
 
 # SGD in fp32. Tied tables: each use is reduced by itself, where autograd adds the uses first.
@@ -56,6 +57,29 @@ def _trained(build):
         twins.step([torch.randint(67, (2, 6), generator=generator) for _ in range(twins.size)], _next_token)
     whole, mine = (sum(p.numel() for p in model.parameters()) for model in (twins.plain, twins.sharded))
     return mine / whole
+
+
+def _saved(folder):
+    torch.manual_seed(7)
+    model = _mixtral()
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    gtp.shard_model(model, torch.distributed.group.WORLD, unshard="*")
+    with pytest.raises(gtp.GTPError, match=r"gtp\.full_state_dict\(model\)"):
+        model.save_pretrained(f"{folder}/refused")
+    full = gtp.full_state_dict(model, rank0_only=True)
+    if rank() == 0:
+        model.save_pretrained(folder, state_dict=full)
+        loaded = type(model).from_pretrained(folder).state_dict()
+        assert all(torch.equal(loaded[name], value) for name, value in wanted.items())
+    tokens = torch.arange(3, 9)[None]
+    plain = _mixtral()
+    plain.load_state_dict(wanted)
+    greedy = {"max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(model.generate(tokens, **greedy), plain.generate(tokens, **greedy))
+
+
+def test_a_sharded_model_generates_and_is_saved_in_hugging_faces_format(ranks, tmp_path):
+    ranks(2).run(_saved, str(tmp_path))
 
 
 @pytest.mark.parametrize("build", [_gpt2, _mixtral, _falcon])
