@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gtp.errors import GTPStateError, MissingExtraError, UnsupportedError
+from gtp.errors import GTPStateError, MissingExtraError
 
 _CPU = torch.device("cpu")
 
@@ -122,14 +122,23 @@ def _names_made_on_cpu() -> list[tuple[Any, str, Any]]:
 
 def _all_gather_uneven(
     outputs: list[torch.Tensor], tensor: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
-) -> None:
-    """NCCL gathers tensors of different sizes, gloo does not."""
-    if async_op:
-        raise UnsupportedError("all_gather of different sizes on CPU ranks is synchronous: pass async_op=False")
+) -> _Ended | None:
+    """NCCL gathers tensors of different sizes, gloo does not. Has ended when it returns, also with `async_op`."""
     for rank, output in enumerate(outputs):
         if rank == dist.get_rank(group):
             output.copy_(tensor)
         dist.broadcast(output, group=group, group_src=rank)
+    return _Ended() if async_op else None
+
+
+class _Ended:
+    """The handle of a collective that has ended."""
+
+    def wait(self, timeout: object = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
 
 
 def _names_cuda(device: object) -> bool:

@@ -98,6 +98,25 @@ def test_without_that_wait_the_prefetch_reads_what_has_not_arrived(ranks: Any):
     assert all(ranks(4).run(naive_losses_are_nan))
 
 
+LAYER_WISE = Case(gtp=2, optimizer="muon", layer_wise=True, bf16=True, grad_fp32=True, steps=2)
+
+
+def overlapped_layer_wise() -> tuple[list[float], list[float]]:
+    """Each replica updates whole weights and sends them; they are written into the others when they are waited for."""
+    overlap = dataclasses.replace(LAYER_WISE, overlap_grad=True, overlap_param=True, bucket_size=3000)
+    waited = train(LAYER_WISE).losses
+    with late():
+        return waited, train(overlap).losses
+
+
+def test_parameters_that_arrive_during_the_forward_are_written_before_they_are_gathered(ranks: Any):
+    """The layer-wise optimizer's parameters: the hook that waits for them writes shards, between two gathers."""
+    pytest.importorskip("emerging_optimizers", reason="Megatron's Muon needs the package emerging-optimizers")
+    for waited, overlapped in ranks(4).run(overlapped_layer_wise):
+        assert overlapped == waited
+        assert waited[0] != waited[1]
+
+
 @dataclasses.dataclass
 class _Gather:
     """What was so when a gather started: whether its buckets had landed, how many others had not, and whether the
