@@ -64,17 +64,17 @@ def table(plain: Result, sharded: Result, source: str) -> str:
             for i in shown
         ),
         "",
-        f"{'':<22} {plain.layout.name:>14} {sharded.layout.name:>14} {'ratio':>8}",
+        f"{'':<24} {plain.layout.name:>14} {sharded.layout.name:>14} {'ratio':>8}",
     ]
     names = ("weights", "gradients", "optimizer state", "buffers, peak")
     rows = list(zip(names, _bytes(plain), _bytes(sharded), strict=True))
     rows.append(("sum", sum(_bytes(plain)), sum(_bytes(sharded))))
     for name, a, b in rows:
         ratio = f"{b / a:.3f}" if a else ""
-        lines.append(f"{name + ' per rank':<22} {a / MIB:>10.2f} MiB {b / MIB:>10.2f} MiB {ratio:>8}")
+        lines.append(f"{name + ' per rank':<24} {a / MIB:>10.2f} MiB {b / MIB:>10.2f} MiB {ratio:>8}")
     lines += [
-        f"{'tokens/s, all ranks':<22} {plain.tokens_per_second:>14,.0f} {sharded.tokens_per_second:>14,.0f}",
-        f"{'held out, bits/byte':<22} {plain.held_out_bits:>14.4f} {sharded.held_out_bits:>14.4f}",
+        f"{'tokens/s, all ranks':<24} {plain.tokens_per_second:>14,.0f} {sharded.tokens_per_second:>14,.0f}",
+        f"{'held out, bits/byte':<24} {plain.held_out_bits:>14.4f} {sharded.held_out_bits:>14.4f}",
     ]
     stats = sharded.stats
     if stats is not None:
