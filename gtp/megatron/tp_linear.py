@@ -128,12 +128,12 @@ def _check(module: Any, backend: GemmBackend) -> None:
         raise UnsupportedError(
             f"{asked}: {who}(disable_grad_reduce=True) is not served. Install without tp_gemm_backend"
         )
-    if config.defer_embedding_wgrad_compute or config.cpu_offloading:
-        name = "cpu_offloading" if config.cpu_offloading else "defer_embedding_wgrad_compute"
-        raise UnsupportedError(
-            f"{asked}: TransformerConfig({name}=True) works inside Megatron's own linears, which this replaces. Turn "
-            "it off, or install without tp_gemm_backend"
-        )
+    for name in ("defer_embedding_wgrad_compute", "cpu_offloading", "mtp_detach_heads"):
+        if getattr(config, name):
+            raise UnsupportedError(
+                f"{asked}: TransformerConfig({name}=True) works inside Megatron's own linears, which this replaces. "
+                "Turn it off, or install without tp_gemm_backend"
+            )
     column = hasattr(module, "output_size_per_partition")
     if column and module.bias is not None and not module.skip_bias_add and not backend.takes_bias:
         raise GTPValueError(

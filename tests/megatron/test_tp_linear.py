@@ -131,6 +131,7 @@ def refused(case: Case, settings: dict[str, Any], in_features: int) -> str:
     (False, {}, 32, "has sequence_parallel=False, and then no gather"),
     (True, {"defer_embedding_wgrad_compute": True}, 32, "defer_embedding_wgrad_compute=True"),
     (True, {"cpu_offloading": True}, 32, "cpu_offloading=True"),
+    (True, {"mtp_detach_heads": True}, 32, "mtp_detach_heads=True"),
     (True, {}, 33, "33 in features, which do not split over 2"),
 ])  # fmt: skip
 def test_refused_when_the_model_is_built(ranks: Any, sequence_parallel, settings, in_features, message) -> None:
