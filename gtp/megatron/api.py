@@ -156,7 +156,15 @@ class Wrapping:
     def attach_gtp_to_presharded_module(
         self, module: nn.Module, gtp_remat_group: dist.ProcessGroup, pad_length: int, is_grouped: bool = False
     ) -> None:
-        """Adopts weights that a Transformer Engine module built at shard size, `pad_length` padding rows in all."""
+        """Adopts weights that a Transformer Engine module built at shard size, `pad_length` padding rows in all.
+
+        Its biases were built at that size, too, and are whole afterwards: `[rows]` zeros, which Transformer Engine
+        starts them with.
+
+        Raises:
+            UnsupportedError: the module's config asks for `use_cpu_initialization` or `cpu_offloading`.
+        """
+        _refuse_cpu_initialization(module)
         names = _grouped_names(module) if is_grouped else list(getattr(module, "weight_names", None) or ["weight"])
         shards = []
         for name in names:
@@ -172,6 +180,9 @@ class Wrapping:
                     f"{layout.shard_rows}"
                 )
             shards.append((layout, shard))
+            bias = module._parameters.get(name.replace("weight", "bias"))
+            if bias is not None:
+                bias.data = bias.data.new_zeros(rows)  # stays the object that carries Megatron's attributes
         refuse_hooks_around(module)
         for weight in self._adopt(module, names, shards, gtp_remat_group, grouped=is_grouped):
             weight.clear_padding()
@@ -244,6 +255,15 @@ def _full_weight(module: nn.Module, name: str) -> torch.Tensor:
             "holds more than one whole"
         )
     return parameter.detach()
+
+
+def _refuse_cpu_initialization(module: nn.Module) -> None:
+    if getattr(getattr(module, "config", None), "use_cpu_initialization", False):
+        raise UnsupportedError(
+            f"use_cpu_initialization=True with tensor_parallel_num_weight_shards: {type(module).__name__} would fill "
+            "its weight, which is a shard already, with the rows of all shards. Turn it off, or use the local layer "
+            "spec"
+        )
 
 
 def _grouped_names(module: Any) -> list[str]:

@@ -106,7 +106,7 @@ class _GroupedGemm(torch.autograd.Function):
 def grouped(presharded: bool) -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    case = Case(gtp=2, alignment=4)
+    case = Case(gtp=2, alignment=4, cpu_init=False)
     with environment(case):
         group = parallel_state.get_gtp_weight_remat_group()
         module = Grouped(model_config(case), group, presharded=presharded)

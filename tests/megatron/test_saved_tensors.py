@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -146,7 +145,7 @@ def presharded() -> tuple[str, float, str]:
     """What is said inside of hooks; what comes out where nothing is saved; what is said to a config."""
     from megatron.core import parallel_state
 
-    case = Case(gtp=2)
+    case = Case(gtp=2, cpu_init=False)
     with environment(case):
         attach = names_behind_the_flag(gtp.GTPConfig())["attach_gtp_to_presharded_module"]
         group = parallel_state.get_gtp_weight_remat_group()
@@ -156,7 +155,8 @@ def presharded() -> tuple[str, float, str]:
             layer(torch.ones(1, 3))
         with save_on_cpu(), torch.no_grad():
             total = float(layer(torch.ones(1, 3)).sum())
-        offloading = mock.Mock(wraps=model_config(case), cpu_offloading=True)
+        offloading = model_config(case)
+        offloading.cpu_offloading = True
         with pytest.raises(gtp.UnsupportedError) as built:
             attach(Presharded(offloading), group, 0)
     return str(inside.value), total, str(built.value)
