@@ -18,17 +18,26 @@ from gtp.protocol.contract import Outcome
 # the plain tensor underneath, and run once per GEMM.
 _plain = torch._C.DisableTorchFunctionSubclass
 
+_METHODS = (
+    "materialize_group_for_forward",
+    "materialize_group_for_backward",
+    "finalize_group_grads",
+    "grad_buffer",
+)
+
 
 def is_distributed_weight(weight: object) -> bool:
     """Whether `weight` says that it is a `DistributedWeight`.
 
     Raises:
-        TypeError: the flag is set on something that is not a `torch.Tensor`: autograd could not save it, hooks and
-            optimizers would miss it.
+        ProtocolError: a TypeError; the flag is set on something that is not a `torch.Tensor`: autograd could not save
+            it, hooks and optimizers would miss it.
     """
     if not getattr(weight, "is_distributed_weight", False):
         return False
     if not isinstance(weight, torch.Tensor):
+        if isinstance(weight, type):
+            raise ProtocolError(f"{weight.__name__} is a class of distributed weights: give one of its instances")
         raise ProtocolError(
             f"{type(weight).__name__} sets is_distributed_weight but is not a torch.Tensor. "
             "A DistributedWeight must be a torch.Tensor subclass, so that autograd and optimizers can hold it: "
@@ -47,20 +56,35 @@ def materialize_weight_for_forward(weights: Sequence[torch.Tensor]) -> list[torc
         One full weight `[rows, ...]` per entry, in order.
 
     Raises:
-        ProtocolError: the leader answered the wrong count, type or shape, or what is not plain and contiguous.
+        ProtocolError: `weights` is a tensor and no list of them; the leader lacks a method, or answered the wrong
+            count, type or shape, or what is not plain and contiguous.
     """
+    if isinstance(weights, torch.Tensor):
+        raise _no_list(weights)
     leader: Any = weights[0]
     if not is_distributed_weight(leader):
         return list(weights)
-    return _full_tensors(weights, leader.materialize_group_for_forward(), "materialize_group_for_forward")
+    try:
+        answer = leader.materialize_group_for_forward()
+    except AttributeError:
+        _require_contract(leader)
+        raise
+    return _full_tensors(weights, answer, "materialize_group_for_forward")
 
 
 def materialize_weight_for_backward(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The full weights of one group, for the dgrad GEMM. As `materialize_weight_for_forward`."""
+    if isinstance(weights, torch.Tensor):
+        raise _no_list(weights)
     leader: Any = weights[0]
     if not is_distributed_weight(leader):
         return list(weights)
-    return _full_tensors(weights, leader.materialize_group_for_backward(), "materialize_group_for_backward")
+    try:
+        answer = leader.materialize_group_for_backward()
+    except AttributeError:
+        _require_contract(leader)
+        raise
+    return _full_tensors(weights, answer, "materialize_group_for_backward")
 
 
 def weight_grad_buffers(weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
@@ -69,12 +93,20 @@ def weight_grad_buffers(weights: Sequence[torch.Tensor]) -> list[torch.Tensor] |
     Contents are undefined: overwrite, do not accumulate.
 
     Raises:
-        ProtocolError: a buffer is not a contiguous tensor of a full weight's shape.
+        ProtocolError: as above; a buffer is not a contiguous tensor of a full weight's shape.
     """
+    if isinstance(weights, torch.Tensor):
+        raise _no_list(weights)
     if not is_distributed_weight(weights[0]):
         return None
     group: Sequence[Any] = weights
-    return _full_tensors(weights, [weight.grad_buffer() for weight in group], "grad_buffer")
+    try:
+        buffers = [weight.grad_buffer() for weight in group]
+    except AttributeError:
+        for weight in group:
+            _require_contract(weight)
+        raise
+    return _full_tensors(weights, buffers, "grad_buffer")
 
 
 def finalize_weight_grads(weights: Sequence[torch.Tensor], wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -88,8 +120,10 @@ def finalize_weight_grads(weights: Sequence[torch.Tensor], wgrads: Sequence[torc
         Per weight a tensor of the shard's shape, or `None` (see `Outcome`). Plain weights: `wgrads` as given.
 
     Raises:
-        ProtocolError: count, type or shape of what the leader answered is not in the contract.
+        ProtocolError: as above; count, type or shape of what the leader answered is not in the contract.
     """
+    if isinstance(weights, torch.Tensor):
+        raise _no_list(weights)
     leader: Any = weights[0]
     if not is_distributed_weight(leader):
         return list(wgrads)
@@ -98,7 +132,11 @@ def finalize_weight_grads(weights: Sequence[torch.Tensor], wgrads: Sequence[torc
             f"finalize_weight_grads got {len(wgrads)} wgrads for {len(weights)} weights led by "
             f"{describe_weight(leader)}"
         )
-    answer = leader.finalize_group_grads(wgrads[0] if len(wgrads) == 1 else list(wgrads))
+    try:
+        answer = leader.finalize_group_grads(wgrads[0] if len(wgrads) == 1 else list(wgrads))
+    except AttributeError:
+        _require_contract(leader)
+        raise
     grads = list(answer) if isinstance(answer, (list, tuple)) else [answer]
     if len(grads) != len(weights):
         raise _wrong_count(weights, grads, "finalize_group_grads", "one outcome per weight")
@@ -127,6 +165,26 @@ def outcome_of(weight: torch.Tensor, grad: torch.Tensor | None) -> Outcome:
     if getattr(weight, "grad_added_to_main_grad", False):
         return Outcome.IN_MAIN_GRAD
     return Outcome.READY
+
+
+def _no_list(weights: torch.Tensor) -> ProtocolError:
+    return ProtocolError(
+        f"a list of weights was expected, and {describe_weight(weights)} was given, whose rows would be taken for "
+        "weights: write [weight]"
+    )
+
+
+def _require_contract(weight: torch.Tensor) -> None:
+    """
+    Raises:
+        ProtocolError: the weight's class lacks a method of the contract.
+    """
+    missing = [name for name in _METHODS if not hasattr(type(weight), name) and not hasattr(weight, name)]
+    if missing:
+        raise ProtocolError(
+            f"{describe_weight(weight)} says that it is distributed and has no {', '.join(missing)}; a "
+            f"DistributedWeight has {', '.join(_METHODS)}"
+        )
 
 
 def _wrong_count(weights: Sequence[torch.Tensor], answer: list[Any], call: str, promised: str) -> ProtocolError:

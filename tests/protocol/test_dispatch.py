@@ -86,6 +86,45 @@ def test_the_flag_on_something_else_than_a_tensor_is_a_type_error() -> None:
     assert isinstance(caught.value, GTPError)
 
 
+def test_a_class_is_no_weight() -> None:
+    with pytest.raises(ProtocolError, match=r"FakeDistributedWeight is a class .* one of its instances"):
+        is_distributed_weight(FakeDistributedWeight)
+
+
+DISPATCHERS = {
+    "materialize_group_for_forward": materialize_weight_for_forward,
+    "materialize_group_for_backward": materialize_weight_for_backward,
+    "grad_buffer": weight_grad_buffers,
+    "finalize_group_grads": lambda weights: finalize_weight_grads(weights, [FULL]),
+}
+
+
+@pytest.mark.parametrize("method", DISPATCHERS)
+def test_a_weight_without_a_method_is_told_which(method: str) -> None:
+    kinds = {name: lambda self: None for name in DISPATCHERS if name != method}
+    weight = torch.ones(2, 3).as_subclass(type("Half", (torch.Tensor,), {"is_distributed_weight": True, **kinds}))
+    with pytest.raises(ProtocolError, match=rf"weight \(Half, shard \(2, 3\)\) .* has no {method}; a Distributed"):
+        DISPATCHERS[method]([weight])
+
+
+@pytest.mark.parametrize("method", DISPATCHERS)
+def test_an_implementers_own_mistake_is_not_taken_for_a_missing_method(method: str) -> None:
+    def mistaken(self: torch.Tensor, *args: object) -> None:
+        raise AttributeError("no such thing")
+
+    methods = dict.fromkeys(DISPATCHERS, mistaken)
+    weight = torch.ones(2, 3).as_subclass(type("Whole", (torch.Tensor,), {"is_distributed_weight": True, **methods}))
+    with pytest.raises(AttributeError, match="no such thing"):
+        DISPATCHERS[method]([weight])
+
+
+@pytest.mark.parametrize("weight", [FULL, FakeDistributedWeight(FULL)])
+@pytest.mark.parametrize("method", DISPATCHERS)
+def test_a_weight_that_is_in_no_list_is_not_taken_apart(method: str, weight: torch.Tensor) -> None:
+    with pytest.raises(ProtocolError, match=r"a list of weights was expected, and weight .*write \[weight\]"):
+        DISPATCHERS[method](weight)
+
+
 @pytest.mark.parametrize("thing", [None, 3, torch.ones(2), torch.nn.Parameter(torch.ones(2)), object()])
 def test_what_does_not_say_so_is_not_distributed(thing: object) -> None:
     assert not is_distributed_weight(thing)
