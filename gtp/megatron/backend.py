@@ -100,7 +100,9 @@ def install(config: GTPConfig | None = None, *, tp_gemm_backend: BackendName | N
         wrapped = wrappers[entry.name](getattr(defined_in, entry.name))
         holders = [defined_in, *(sys.modules[name] for name in entry.copied_by if name in sys.modules)]
         replaced += [_replace(holder, entry.name, wrapped) for holder in holders]
-    method_wrappers = {**checkpoint.METHOD_WRAPPERS, **whole_matrix.METHOD_WRAPPERS}
+    method_wrappers: dict[str, Callable[[Any], Any]] = {}
+    for room in (checkpoint, refusals, whole_matrix):
+        method_wrappers |= room.METHOD_WRAPPERS
     for method in WRAPPED_METHODS:
         module = importlib.import_module(method.module)
         replaced.append(_replace(module, method.name, method_wrappers[method.name](_get(module, method.name))))

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from types import MappingProxyType
 from typing import Final
 
 from torch import nn
@@ -25,6 +27,18 @@ _LINEAR: Final = re.compile(r"linear_\w+|\w+_proj")
 
 _SHARDED_BY_MEGATRON: Final = ("megatron.core.tensor_parallel.", "megatron.core.extensions.transformer_engine")
 """Where Megatron defines the linears that hand their weights over when there is a GTP axis for them."""
+
+_READERS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "TEFusedMLP": "its operations read the weights of its linears as they are stored, and a rank stores a part. "
+        "Build the layer spec with use_te_op_fuser=False",
+        "AbsorbedMLASelfAttention": "its forward reads the weight of its linear_kv_up_proj as it is stored, and a rank "
+        "stores a part. Use MLASelfAttention in the layer spec",
+        "FusedMLASelfAttention": "its checkpoints split the weight of its linear_qkv_down_proj as it is stored, and a "
+        "rank stores a part. Build the layer spec with mla_down_proj_fusion=False",
+    }
+)
+"""Class of Megatron to why its linears' weights cannot be sharded, and what to do."""
 
 _EXPERTS: Final = "megatron.core.transformer.moe.experts"
 """Where Megatron defines what holds experts, whose weights are for the expert axis."""
@@ -74,12 +88,9 @@ def _refuse_foreign(owner: nn.Module, name: str, module: nn.Module, of_experts: 
                 f"would hold all of {tuple(matrix.shape)}. Use ColumnParallelLinear or RowParallelLinear, or Megatron's"
                 " own layers over Transformer Engine's linears, in the layer spec"
             )
-    fused = any(base.__name__ == "TEFusedMLP" for base in type(module).__mro__)
-    if fused and any(isinstance(p, MegatronGTPWeight) for p in module.parameters()):
-        raise UnsupportedError(
-            f"{where}: its operations read the weights of its linears as they are stored, and a rank stores a part. "
-            "Build the layer spec with use_te_op_fuser=False"
-        )
+    why = next((_READERS[base.__name__] for base in type(module).__mro__ if base.__name__ in _READERS), None)
+    if why is not None and any(isinstance(p, MegatronGTPWeight) for p in module.parameters()):
+        raise UnsupportedError(f"{where}: {why}")
 
 
 def _holds_experts(module: nn.Module) -> bool:

@@ -1,7 +1,8 @@
 """Settings of Megatron that gtp does not serve, refused by name where they are first seen.
 
 Those of a model when its first weight is handed over, settings of an optimizer when it is made: `WRAPPERS` stand before
-two functions that every optimizer of Megatron comes from. Layers that cannot work: `gtp.megatron.foreign`.
+two functions that every optimizer of Megatron comes from. `METHOD_WRAPPERS` stand before what would shard the shards
+once more. Layers that cannot work: `gtp.megatron.foreign`.
 """
 
 from __future__ import annotations
@@ -24,17 +25,21 @@ _NO_GRAPHS: Final = "gtp does not run under Megatron's CUDA graph runner. Leave 
 _NO_DELAYED_WGRAD: Final = (
     "a weight gradient that is computed later than its backward would never be reduced over the GTP ranks. Turn it off"
 )
+_NO_STACK: Final = "it makes one tensor of what gtp shards expert by expert. Turn it off"
 
 _MODEL: Final[Mapping[str, str]] = MappingProxyType(
     {
         "fp8": _NO_QUANTIZED,
         "fp4": _NO_QUANTIZED,
+        "quant_recipe": _NO_QUANTIZED,
         "cuda_graph_impl": _NO_GRAPHS,
         "enable_cuda_graph": _NO_GRAPHS,
         "external_cuda_graph": _NO_GRAPHS,
         "delay_wgrad_compute": _NO_DELAYED_WGRAD,
         "overlap_dispatch_backward_with_experts_wgrad": _NO_DELAYED_WGRAD,
         "defer_embedding_wgrad_compute": _NO_DELAYED_WGRAD,
+        "moe_single_grouped_weight": _NO_STACK,
+        "moe_single_grouped_bias": _NO_STACK,
         "qk_clip": "it scales heads of the whole QKV matrix, of which a rank stores rows. Turn it off",
     }
 )
@@ -102,6 +107,23 @@ def _refuse_padding(param_groups: Iterable[Mapping[str, Any]], model_chunks: Ite
             )
 
 
+def _not_sharded_already(original: Callable[..., None]) -> Callable[..., None]:
+    """Before a wrapper of Megatron that shards parameters over data ranks."""
+
+    @functools.wraps(original)
+    def __init__(wrapper: Any, config: Any, ddp_config: Any, module: nn.Module, *args: Any, **options: Any) -> None:
+        for name, parameter in module.named_parameters():
+            if isinstance(parameter, MegatronGTPWeight):
+                raise UnsupportedError(
+                    f"{type(wrapper).__name__} of Megatron: {name} is sharded by tensor_parallel_num_weight_shards and "
+                    "would be sharded once more. Use DistributedDataParallel, which with "
+                    "DistributedDataParallelConfig(use_distributed_optimizer=True) shards the optimizer's state"
+                )
+        original(wrapper, config, ddp_config, module, *args, **options)
+
+    return __init__
+
+
 def _sharded(
     param_groups: Iterable[Mapping[str, Any]], model_chunks: Iterable[nn.Module]
 ) -> Iterator[tuple[str, MegatronGTPWeight]]:
@@ -120,3 +142,11 @@ WRAPPERS: Final[Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]
     }
 )
 """Name of a function of Megatron to what makes its replacement from it."""
+
+METHOD_WRAPPERS: Final[Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = MappingProxyType(
+    {
+        "FullyShardedDataParallel.__init__": _not_sharded_already,
+        "TorchFullyShardedDataParallel.__init__": _not_sharded_already,
+    }
+)
+"""Method of Megatron to what makes its replacement from it."""

@@ -161,6 +161,10 @@ WRAPPED: Final = (
 WRAPPED_METHODS: Final = (
     WrappedMethod("TensorParallelMuon.orthogonalize", "megatron.core.optimizer.emerging_optimizers"),
     WrappedMethod("Float16OptimizerWithFloat16Params.__init__", "megatron.core.optimizer.optimizer"),
+    WrappedMethod("FullyShardedDataParallel.__init__", "megatron.core.distributed.fsdp.mcore_fsdp_adapter"),
+    WrappedMethod(
+        "TorchFullyShardedDataParallel.__init__", "megatron.core.distributed.torch_fully_sharded_data_parallel"
+    ),
     WrappedMethod("MambaMixer.sharded_state_dict", "megatron.core.ssm.mamba_mixer"),
     WrappedMethod("_GDNBase.sharded_state_dict", "megatron.core.ssm.gated_delta_net.common"),
 )

@@ -105,11 +105,56 @@ def a_fused_mlp(case: Case) -> None:
     InTheSpec("submodules.mlp", partial(fused.as_mlp_submodule, submodules=linears))(case)
 
 
+class OfMla:
+    """Builds a model whose latent attention reads weights itself, of local layers in the places of the usual one's."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __call__(self, case: Case) -> None:
+        from megatron.core.models.gpt import gpt_layer_specs
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+        from megatron.core.transformer import multi_latent_attention
+        from megatron.core.transformer.experimental_attention_variant import absorbed_mla
+
+        real = gpt_layer_specs.get_gpt_layer_local_spec
+        found = vars(multi_latent_attention) | vars(absorbed_mla)
+
+        def changed(*args: Any, **options: Any) -> Any:
+            spec = real(*args, **options)
+            attention = spec.submodules.self_attention
+            attention.module = found[self.kind]
+            if self.kind == "FusedMLASelfAttention":
+                attention.submodules.linear_qkv_down_proj = ColumnParallelLinear
+            else:
+                usual = vars(attention.submodules)
+                kind = found["AbsorbedMLASelfAttentionSubmodules"]
+                attention.submodules = kind(
+                    **{name: usual[name] for name in kind.__dataclass_fields__ if name in usual}
+                )
+            return spec
+
+        with mock.patch.object(gpt_layer_specs, "get_gpt_layer_local_spec", changed):
+            bare_models(case, model_config(case))
+
+
 REFUSALS: dict[str, tuple[Case, Callable[[Case], object], str]] = {
     "fused_mlp": (
         Case(gtp=2),
         a_fused_mlp,
         r"UnsupportedError: TransformerLayer\.mlp is a TEFusedMLP: .*use_te_op_fuser=False",
+    ),
+    "fused_mla": (
+        Case(gtp=2, mla=True),
+        OfMla("FusedMLASelfAttention"),
+        r"UnsupportedError: TransformerLayer\.self_attention is a FusedMLASelfAttention: its checkpoints split .*"
+        r"mla_down_proj_fusion=False",
+    ),
+    "absorbed_mla": (
+        Case(gtp=2, mla=True),
+        OfMla("AbsorbedMLASelfAttention"),
+        r"UnsupportedError: TransformerLayer\.self_attention is a AbsorbedMLASelfAttention: its forward reads .*"
+        r"Use MLASelfAttention",
     ),
     "of_an_mlp": (
         Case(gtp=2),

@@ -39,6 +39,21 @@ def experts_sharded_over_replicas(case: Case) -> None:
     bare_models(case, model_config(case))
 
 
+def sharded_once_more_by_megatron(case: Case) -> None:
+    from megatron.core.distributed import DistributedDataParallelConfig, FullyShardedDataParallel
+
+    config = model_config(case)
+    ddp = DistributedDataParallelConfig(use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params")
+    FullyShardedDataParallel(config, ddp, *bare_models(case, config))
+
+
+def sharded_once_more_by_torch(case: Case) -> None:
+    from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel
+
+    config = model_config(case)
+    TorchFullyShardedDataParallel(config, DistributedDataParallelConfig(), module=bare_models(case, config)[0])
+
+
 def shards_that_tp_does_not_divide(case: Case) -> None:
     from megatron.core.transformer import TransformerConfig
 
@@ -141,6 +156,32 @@ REFUSALS: dict[str, tuple[Case, Callable[[Case], object], str]] = {
         Case(gtp=2),
         Setting("defer_embedding_wgrad_compute", True),
         "UnsupportedError: defer_embedding_wgrad_compute=True .*would never be reduced",
+    ),
+    "quantized_layer_by_layer": (
+        Case(gtp=2),
+        Setting("quant_recipe", "a recipe"),
+        "UnsupportedError: quant_recipe='a recipe' .*Train in bf16",
+    ),
+    "stacked_experts": (
+        Case(gtp=2),
+        Setting("moe_single_grouped_weight", True),
+        "UnsupportedError: moe_single_grouped_weight=True .*one tensor of what gtp shards expert by expert",
+    ),
+    "stacked_biases": (
+        Case(gtp=2),
+        Setting("moe_single_grouped_bias", True),
+        "UnsupportedError: moe_single_grouped_bias=True .*Turn it off",
+    ),
+    "megatron_fsdp": (
+        Case(gtp=2),
+        sharded_once_more_by_megatron,
+        r"UnsupportedError: FullyShardedDataParallel of Megatron: embedding\.word_embeddings\.weight is sharded by .*"
+        r"Use DistributedDataParallel",
+    ),
+    "torch_fsdp": (
+        Case(gtp=2),
+        sharded_once_more_by_torch,
+        r"UnsupportedError: TorchFullyShardedDataParallel of Megatron: .* would be sharded once more",
     ),
     "qk_clip": (Case(gtp=2), Setting("qk_clip", True), "UnsupportedError: qk_clip=True .*of which a rank stores rows"),
     "meta_device": (
