@@ -68,7 +68,8 @@ def refuse_settings(config: object) -> None:
 
 
 def _known_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Before `_create_emerging_optimizer`: what looks at a matrix would see this rank's rows of it."""
+    """Before `_create_emerging_optimizer`: what looks at a matrix would see this rank's rows of it; and as
+    `_countable_zeros`, which does not see these parameters."""
 
     @functools.wraps(original)
     def create(config: Any, param_groups: Any, eopt_name: str, model_chunks: Any, *args: Any, **options: Any) -> Any:
@@ -80,6 +81,8 @@ def _known_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
                     f"{tuple(weight.layout.shard_shape)} of {tuple(weight.logical_shape)}, as it would update the "
                     f"whole matrix. With sharded weights use one of {served}"
                 )
+        if config.log_num_zeros_in_grad:
+            _refuse_padding(param_groups, model_chunks)
         return original(config, param_groups, eopt_name, model_chunks, *args, **options)
 
     return create

@@ -255,6 +255,27 @@ def test_optimizers_that_look_at_the_matrix_are_refused_by_name(ranks: Any):
                 )
 
 
+def counting_zeros_of_padding_by_muon() -> str:
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    def make(case: Case) -> None:
+        options = OptimizerConfig(
+            optimizer="muon", lr=1e-2, muon_fp32_matmul_prec="highest", log_num_zeros_in_grad=True
+        )
+        get_megatron_optimizer(options, Job(case).chunks)
+
+    return message(Case(gtp=2, alignment=3), make)  # the embedding, which Adam updates, has no padding then
+
+
+def test_zeros_of_padding_are_not_counted_by_emerging_optimizers_either(ranks: Any):
+    pytest.importorskip("emerging_optimizers", reason="Megatron's Muon needs the package emerging-optimizers")
+    for text in ranks(2).run(counting_zeros_of_padding_by_muon):
+        assert re.match(
+            r"UnsupportedError: log_num_zeros_in_grad=True: decoder\.layers\.0\.self_attention\.linear_proj\.weight has 4",
+            text,
+        ), text
+
+
 def zeros_counted() -> list[float]:
     counts = []
     for case in (Case(), Case(gtp=2), Case(gtp=2, distributed_optimizer=True)):
