@@ -86,31 +86,42 @@ def install(config: GTPConfig | None = None, *, tp_gemm_backend: BackendName | N
         return
     for holder in (*WRAPPED, *WRAPPED_METHODS):
         importlib.import_module(holder.module)  # now, while names that it binds at import are still Megatron's
+    # all is looked up before anything is replaced: what is missing leaves Megatron as it was
+    planned = _replacements(api, config, tp_gemm_backend)
+    replaced = tuple(_replace(*each) for each in planned)
+    setattr(api, _INSTALLED, Installation(config, tp_gemm_backend, replaced, foreign.watch()))
+
+
+def _replacements(
+    api: ModuleType, config: GTPConfig, tp_gemm_backend: BackendName | None
+) -> list[tuple[ModuleType, str, Any]]:
+    """Module, name (or `Class.method`) and what `install` puts there."""
     names = names_behind_the_flag(config)
-    replaced = [_replace(api, entry.name, names[entry.name]) for entry in API]
+    planned: list[tuple[ModuleType, str, Any]] = [(api, entry.name, names[entry.name]) for entry in API]
     for bound in BOUND_AT_IMPORT:
         module = sys.modules.get(bound.module)
         if module is not None:
-            replaced += [_replace(module, name, names[name]) for name in bound.names]
+            planned += [(module, name, names[name]) for name in bound.names]
     wrappers: dict[str, Callable[[Any], Any]] = {}
     for room in (checkpoint, frozen, refusals, saved_tensors, whole_matrix):
         wrappers |= room.WRAPPERS
     for entry in WRAPPED:
-        defined_in = importlib.import_module(entry.module)
+        defined_in = sys.modules[entry.module]
         wrapped = wrappers[entry.name](getattr(defined_in, entry.name))
         holders = [defined_in, *(sys.modules[name] for name in entry.copied_by if name in sys.modules)]
-        replaced += [_replace(holder, entry.name, wrapped) for holder in holders]
+        planned += [(holder, entry.name, wrapped) for holder in holders]
+    methods = {(method.module, method.name) for method in WRAPPED_METHODS}
     method_wrappers: dict[str, Callable[[Any], Any]] = {}
     for room in (checkpoint, refusals, whole_matrix):
         method_wrappers |= room.METHOD_WRAPPERS
-    for method in WRAPPED_METHODS:
-        module = importlib.import_module(method.module)
-        replaced.append(_replace(module, method.name, method_wrappers[method.name](_get(module, method.name))))
     if tp_gemm_backend is not None:
-        layers = importlib.import_module(tp_linear.MODULE)
-        for name, wrap in tp_linear.method_wrappers(tp_gemm_backend).items():
-            replaced.append(_replace(layers, name, wrap(_get(layers, name))))
-    setattr(api, _INSTALLED, Installation(config, tp_gemm_backend, tuple(replaced), foreign.watch()))
+        own = tp_linear.method_wrappers(tp_gemm_backend)
+        method_wrappers |= own
+        methods |= {(tp_linear.MODULE, name) for name in own}
+    for module_name, name in sorted(methods):
+        holder, attribute = _holder(sys.modules[module_name], name)
+        planned.append((sys.modules[module_name], name, method_wrappers[name](vars(holder)[attribute])))
+    return planned
 
 
 def uninstall() -> None:

@@ -218,3 +218,17 @@ def test_the_flag_without_gtp_and_without_te_is_answered_by_megatron(api: Module
 def test_importing_gtp_megatron_imports_no_megatron(process: Ended):
     """So what Megatron does before `install` is what it does without gtp."""
     assert process.stdout.strip() == "[]"
+
+
+def test_an_install_that_fails_leaves_megatron_as_it_was(api: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    importlib.import_module("megatron.core.transformer.cuda_graphs")
+    methods_before, before, bound_before = wrapped_methods(), dict(vars(api)), bound()
+    monkeypatch.delattr("megatron.core.optimizer.emerging_optimizers.TensorParallelMuon.orthogonalize")
+    with pytest.raises(KeyError, match="orthogonalize"):
+        gtp.megatron.install()
+    monkeypatch.undo()
+    assert gtp.megatron.installation() is None
+    assert dict(vars(api)) == before
+    assert bound() == bound_before
+    assert wrapped_methods() == methods_before
+    gtp.megatron.install()
