@@ -64,10 +64,15 @@ def refuse_foreign_in(model: nn.Module) -> None:
     Raises:
         UnsupportedError: as when it is built, see `watch`.
     """
-    of_experts = {module for holder in model.modules() if _holds_experts(holder) for module in holder.modules()}
+    of_experts = modules_of_experts(model)
     for owner in model.modules():
         for name, module in owner.named_children():
             _refuse_foreign(owner, name, module, owner in of_experts)
+
+
+def modules_of_experts(model: nn.Module) -> set[nn.Module]:
+    """Those below what holds experts, whose parameters and buffers differ between ranks of expert parallelism."""
+    return {module for holder in model.modules() if _holds_experts(holder) for module in holder.modules()}
 
 
 def _refuse_foreign(owner: nn.Module, name: str, module: nn.Module, of_experts: bool) -> None:

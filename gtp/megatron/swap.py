@@ -13,11 +13,12 @@ from torch import nn
 from gtp.config import GTPConfig
 from gtp.errors import GTPStateError, UnsupportedError
 from gtp.megatron import building
-from gtp.megatron.foreign import refuse_foreign_in
+from gtp.megatron.foreign import modules_of_experts, refuse_foreign_in
 from gtp.megatron.refusals import refuse_settings
 from gtp.megatron.tied import accept_supplied_weight
 from gtp.megatron.weight import MegatronGTPWeight
 from gtp.runtime.runtime import GTPRuntime
+from gtp.weights.axes import Axes, broadcast_first_bytes
 from gtp.weights.layout import ShardLayout
 from gtp.weights.shard import take_shard
 
@@ -28,7 +29,7 @@ def swap_parameters(model: nn.Module) -> GTPRuntime:
     For a model that was built before the flag could be on: with `initialize_model_parallel()` without a GTP axis, then
     loaded from a plain checkpoint. Afterwards bring the axis up (`destroy_model_parallel`, then
     `initialize_model_parallel(gtp_remat_size=...)` with the same tensor parallelism) and swap. The values of rank 0 of
-    each group win, so the other ranks need not have loaded.
+    each group win, of buffers too, so the other ranks need not have loaded.
 
     Call it before DistributedDataParallel and the optimizer are made, on the bare model.
 
@@ -62,6 +63,7 @@ def swap_parameters(model: nn.Module) -> GTPRuntime:
     for layer in layers:
         _shard(model, layer, runtime, config)
     _broadcast_replicated(model, groups.gtp_remat, groups.expt_gtp_remat)
+    _broadcast_buffers(model, groups.gtp_remat, groups.expt_gtp_remat, device)
     _announce(model, groups.gtp_remat, groups.expt_gtp_remat)
     return runtime
 
@@ -158,6 +160,18 @@ def _broadcast_replicated(model: nn.Module, dense: dist.ProcessGroup | None, exp
             group = dense if getattr(parameter, "allreduce", True) else expert
             if group is not None and group.size() > 1:
                 _broadcast(parameter.detach(), group)
+
+
+def _broadcast_buffers(
+    model: nn.Module, dense: dist.ProcessGroup | None, expert: dist.ProcessGroup | None, device: torch.device
+) -> None:
+    """Such as the router's bias of each expert."""
+    of_experts = modules_of_experts(model)
+    for module in model.modules():
+        group = expert if module in of_experts else dense
+        for buffer in module._buffers.values():
+            if buffer is not None and group is not None and group.size() > 1:
+                broadcast_first_bytes(buffer, Axes(group), device)
 
 
 def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -40,6 +40,7 @@ def swapped_training(case: Case) -> tuple[Any, Any, dict[str, Any]]:
     before = {name: value.clone() for name, value in full_values(model).items()}
     for tensor in before.values():
         dist.broadcast(tensor, 0)
+    model.decoder.layers[0].mlp.register_buffer("seen", torch.tensor([3 + inside.rank()]))
     objects = [id(p) for p in model.parameters()]
     with environment(case):
         runtime = gtp.megatron.swap_parameters(model)
@@ -47,6 +48,7 @@ def swapped_training(case: Case) -> tuple[Any, Any, dict[str, Any]]:
         facts = {
             "same objects": objects == [id(p) for p in model.parameters()],
             "same values": all(torch.equal(before[name], after[name]) for name in before),
+            "buffer": model.decoder.layers[0].mlp.seen.item(),
             "runtime": gtp.megatron.runtime_of(model) is runtime,
             "flag": (model.config.tensor_parallel_num_weight_shards, model.config.gtp_weight_remat_size),
         }
@@ -61,7 +63,7 @@ def swapped_training(case: Case) -> tuple[Any, Any, dict[str, Any]]:
 def test_a_swapped_model_trains_like_one_built_with_the_flag(ranks: Any, case: Case):
     """C33: the values of rank 0 reach all; C11: a tied weight stays one parameter."""
     for swapped, built, facts in ranks(2).run(swapped_training, case):
-        assert facts == {"same objects": True, "same values": True, "runtime": True, "flag": (2, 2)}
+        assert facts == {"same objects": True, "same values": True, "buffer": 3, "runtime": True, "flag": (2, 2)}
         assert swapped.sharded == built.sharded
         assert swapped.losses == built.losses
         assert swapped.norms == built.norms
