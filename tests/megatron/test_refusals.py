@@ -271,7 +271,7 @@ def test_zeros_of_padding_are_not_counted_by_emerging_optimizers_either(ranks: A
     pytest.importorskip("emerging_optimizers", reason="Megatron's Muon needs the package emerging-optimizers")
     for text in ranks(2).run(counting_zeros_of_padding_by_muon):
         assert re.match(
-            r"UnsupportedError: log_num_zeros_in_grad=True: decoder\.layers\.0\.self_attention\.linear_proj\.weight has 4",
+            r"UnsupportedError: log_num_zeros_in_grad=True: decoder\.layers\.0\.self_attention\.linear_proj\.weight",
             text,
         ), text
 
