@@ -17,6 +17,7 @@ from gtp.errors import GTPValueError, UnsupportedError
 from gtp.megatron import building
 from gtp.megatron.checkpoint import sharded_tensors
 from gtp.megatron.experts import refuse_overlapping_axes
+from gtp.megatron.kept_full import let_go_after_forward
 from gtp.megatron.refusals import refuse_settings
 from gtp.megatron.saved_tensors import refuse_hooks_around
 from gtp.megatron.tied import accept_supplied_weight
@@ -186,6 +187,7 @@ class Wrapping:
         refuse_hooks_around(module)
         for weight in self._adopt(module, names, shards, gtp_remat_group, grouped=is_grouped):
             weight.clear_padding()
+            let_go_after_forward(module, weight)
 
     def _adopt(
         self,

@@ -33,6 +33,7 @@ class MegatronGTPWeight(GTPWeight):
     prev_w: MegatronGTPWeight | None = None
     gradient_scale = 1.0  # see [Note: the scale of expert gradients]
     before_first_use: Callable[[], None] | None = None  # completes the model that the weight was built into
+    lent: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # gathered, alias of it: see gtp.megatron.kept_full
     _grad_accum_hook: Callable[[], None] | None = None
 
     # -- Megatron's own protocol ---------------------------------------------------------------------------------
@@ -84,7 +85,12 @@ class MegatronGTPWeight(GTPWeight):
     def _materialize(self, phase: Phase) -> torch.Tensor | Sequence[torch.Tensor]:
         if self.before_first_use is not None:
             self.before_first_use()
-        return super()._materialize(phase)
+        full = super()._materialize(phase)
+        if self.lent is None or not isinstance(full, torch.Tensor):
+            return full
+        alias = full.detach().requires_grad_(full.requires_grad)
+        self.lent.append((full, alias))
+        return alias
 
     def finalize_group_grads(
         self, wgrads: torch.Tensor | Sequence[torch.Tensor | None]
