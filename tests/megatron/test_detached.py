@@ -32,7 +32,7 @@ def trained(case: Case) -> Trained:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_mtp_with_detached_heads_trains_as_without_the_flag(ranks: Any, tied: bool):
-    case = Case(gtp=2, mtp=2, tied=tied, layers=1, steps=3)
+    case = Case(gtp=2, mtp=2, tied=tied, layers=1, steps=2)
     attached = ranks(2).run(train, case)
     pairs = zip(ranks(2).run(trained, case.unsharded()), ranks(2).run(trained, case), attached, strict=True)
     for plain, sharded, trains_heads in pairs:
