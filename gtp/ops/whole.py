@@ -21,6 +21,8 @@ from gtp.ops._common import apply_of, finish_wgrads, is_wanted, plain_access, re
 from gtp.ops.versions import ShardVersions
 from gtp.protocol import describe_weight, materialize_weight_for_backward, materialize_weight_for_forward
 
+_NO_TASK: Final = -1  # what torch answers outside of a backward
+
 
 class WholeWeights:
     """A context manager: inside, the full weights, differentiable in grad mode; to be entered once.
@@ -42,12 +44,17 @@ class WholeWeights:
 
     def __enter__(self) -> list[torch.Tensor]:
         """One full weight `[rows, ...]` per entry, plain tensors in the compute dtype."""
-        full = self._use.gather()
-        if torch.is_grad_enabled():
-            outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-            packing = _Packing(self._use, outer)
-            self._hooks = torch.autograd.graph.saved_tensors_hooks(packing.pack, packing.unpack)
-            self._hooks.__enter__()
+        try:
+            full = self._use.gather()
+            if torch.is_grad_enabled():
+                outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+                packing = _Packing(self._use, outer)
+                hooks = torch.autograd.graph.saved_tensors_hooks(packing.pack, packing.unpack)
+                hooks.__enter__()
+                self._hooks = hooks
+        except BaseException:
+            self._use.leave(check=False)
+            raise
         return full
 
     def __exit__(
@@ -65,10 +72,14 @@ class _Use:
         self.weights = list(weights)
         self._versions = ShardVersions(self.weights)
         self._full: list[torch.Tensor] = []  # in forward
-        self._written: list[int] = []
-        self._again: dict[int, torch.Tensor] = {}  # in backward, by position
+        self._gathered: list[tuple[int, int]] = []
+        self._again: dict[int, torch.Tensor] = {}  # in the backward `_task`, by position
+        self._task = _NO_TASK
 
     def gather(self) -> list[torch.Tensor]:
+        if torch.is_inference_mode_enabled():  # weights are none of its tensors, which have no versions
+            with torch.inference_mode(False), torch.no_grad():
+                return self.gather()
         for position, weight in enumerate(self.weights):
             with plain_access():
                 trained = weight.requires_grad and torch.is_grad_enabled()
@@ -77,58 +88,87 @@ class _Use:
             else:
                 with torch.no_grad():
                     self._full.append(materialize_weight_for_forward([weight])[0].detach())
-        self._written = [full._version for full in self._full]
+        self._gathered = _marks(self._full)
         return list(self._full)
 
     def leave(self, *, check: bool) -> None:
-        written = [full._version for full in self._full] != self._written
+        written = check and _marks(self._full) != self._gathered
         self._full = []
-        if check and written:
-            names = ", ".join(map(describe_weight, self.weights))
-            raise GTPStateError(
-                f"{names}: the module's forward wrote into a weight. It is gathered for the forward, a copy, and what "
-                "is written would be lost. Write into the parameter between steps, or leave it unsharded with "
-                "gtp.shard_model(exclude=...)"
-            )
+        if written:
+            raise refused_write(self.weights)
 
     def part(self, tensor: torch.Tensor) -> _Part | None:
-        """Which part of a full weight `tensor` is, while it is whole; None if it is none, or of a class of its own."""
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-            return None  # nested and sparse ones have no storage to ask for
-        address = tensor.untyped_storage().data_ptr()
+        """Which part of a full weight `tensor` is, while it is whole; None if it is none, or not told by its memory."""
+        if not _is_memory_alone(tensor):
+            return None
+        storage = tensor.untyped_storage()._cdata  # not its memory: zeros that torch makes in forward mode have none
         for position, full in enumerate(self._full):
-            if full.untyped_storage().data_ptr() == address and full.dtype is tensor.dtype:
-                offset = int(tensor.storage_offset() - full.storage_offset())
-                if 0 <= offset < max(full.numel(), 1):  # weights that are gathered together share a storage
-                    return _Part(position, tuple(tensor.shape), tensor.stride(), offset)
+            if full.untyped_storage()._cdata == storage:
+                start = _start(tensor) - _start(full)  # weights that are gathered together share a storage
+                if 0 <= start < full.nbytes or (tensor.numel() == 0 and start == full.nbytes):
+                    return _Part(position, tensor.dtype, tuple(tensor.shape), tensor.stride(), start)
         return None
 
     def read(self, part: _Part) -> torch.Tensor:
         """The part, of the weight gathered again. It is kept for this backward's other readers."""
         position = part.position
+        task = torch._C._current_graph_task_id()
+        if task != self._task:  # a backward that raised has not cleared what it read
+            self._again.clear()
+            self._task = task
         full = self._again.get(position)
         if full is None:
             self._versions.check(self.weights)
             with torch.no_grad():
                 full = materialize_weight_for_backward([self.weights[position]])[0].detach()
-            if torch._C._current_graph_task_id() != -1:  # else somebody looks at what a node of the graph has saved
+            if task != _NO_TASK:  # else somebody looks at what a node of the graph has saved
                 if not self._again:
                     Variable._execution_engine.queue_callback(self._again.clear)
                 self._again[position] = full
-        return full.as_strided(part.shape, part.stride, full.storage_offset() + part.offset)
+        start = (_start(full) + part.start) // part.dtype.itemsize
+        view = torch.empty(0, dtype=part.dtype, device=full.device)
+        return view.set_(full.untyped_storage(), start, part.shape, part.stride)
 
     def let_go(self, position: int) -> None:
         """No gradient of the weight is computed any more."""
         self._again.pop(position, None)
 
 
+def refused_write(weights: Sequence[torch.Tensor]) -> GTPStateError:
+    """The error of a forward that wrote into a full weight of its own, with what to do."""
+    names = ", ".join(map(describe_weight, weights))
+    return GTPStateError(
+        f"{names}: the module's forward wrote into a weight. It is gathered for the forward, a copy, and what is "
+        "written would be lost. Write into the parameter between steps, or leave it unsharded with "
+        "gtp.shard_model(exclude=...)"
+    )
+
+
+def _marks(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """What changes when a tensor is written, or gets other memory."""
+    return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
+
+
+def _start(tensor: torch.Tensor) -> int:
+    """Where its first element lies in its storage, in bytes."""
+    return int(tensor.storage_offset()) * tensor.itemsize
+
+
+def _is_memory_alone(tensor: torch.Tensor) -> bool:
+    """Whether dtype, shape, strides and memory say what the tensor is: it is of no class of its own, has a storage,
+    which sparse and nested ones have not, and no pending sign."""
+    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    return plain and not (tensor.is_conj() or tensor.is_neg())
+
+
 class _Part(NamedTuple):
-    """A view of the full weight at `position`; `offset` in elements, from its first one."""
+    """A view of the full weight at `position`, from the byte `start` of it on."""
 
     position: int
+    dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
+    start: int
 
 
 class _Kept(NamedTuple):

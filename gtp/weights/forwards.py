@@ -6,6 +6,7 @@ Not by hooks: torch's way around a module that has one costs more at every call,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import weakref
@@ -27,5 +28,6 @@ def wrap_forward(module: nn.Module, run: Callable[..., Any]) -> None:
         module: Any = alive()
         return run(module, own or functools.partial(type(module).forward, module), args, kwargs)
 
-    forward.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
+    with contextlib.suppress(ValueError):  # what is written in C may have none
+        forward.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
     vars(module)["forward"] = forward  # past nn.Module.__setattr__, which has nothing to say to functions

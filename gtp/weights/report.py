@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from gtp.weights.layout import ShardLayout
-from gtp.weights.selection import NOT_SERVED, Choice
+from gtp.weights.selection import Choice
+from gtp.weights.served import NOT_SERVED
 
 
 @dataclasses.dataclass(frozen=True)

@@ -307,8 +307,9 @@ def needs_full(func: Any, name: str, shard: LocalShard) -> UnsupportedError:
     if shard.is_weight:
         use = (
             "use F.linear or F.embedding, have it gathered while the forward of its own module runs, with "
-            "gtp.shard_model(unshard=...), or, to work on the shard itself, take weight.shard. What other modules read "
-            "in other ways stays replicated with exclude="
+            "gtp.shard_model(unshard=...), or, to work on the shard itself, take weight.shard. What is read elsewhere, "
+            "by another module or method, in a generator, or where a part of that forward is recomputed, stays "
+            "replicated with exclude="
         )
     else:
         use = (

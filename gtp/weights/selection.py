@@ -14,9 +14,7 @@ from torch import nn
 from gtp.errors import GTPValueError
 from gtp.weights.axes import Axes, GroupOrMesh
 from gtp.weights.refusals import refuse_models, refuse_parameters
-from gtp.weights.unshard import HOLDERS
-
-NOT_SERVED = "is not the weight of a Linear or Embedding"
+from gtp.weights.served import NOT_SERVED, gathers_itself, is_served, obstacle_of, weight_groups_of
 
 
 @dataclasses.dataclass
@@ -236,7 +234,7 @@ def _choose(site: _Site, asked: _Asked, axes: Axes) -> Choice:
     names, parameter = site.names, site.parameter
 
     def choice(sharded: bool, reason: str, place: tuple[nn.Module, str] = site.places[0]) -> Choice:
-        read_whole = [p for p in site.places if not _gathers_itself(*p)] if sharded and unshard else []
+        read_whole = [p for p in site.places if not gathers_itself(*p)] if sharded and unshard else []
         return Choice(names, *place, parameter, sharded, reason, axes, read_whole)
 
     unshard = _matches(names, asked.unshard)
@@ -247,7 +245,7 @@ def _choose(site: _Site, asked: _Asked, axes: Axes) -> Choice:
         return choice(False, "not named by include")
     by_exact_name = any(name in (*(asked.include or ()), *asked.unshard) for name in names)
     for owner, attribute in site.places:
-        obstacle = _obstacle(owner, attribute, unshard)
+        obstacle = obstacle_of(owner, attribute, unshard)
         if obstacle and by_exact_name:
             named = "unshard" if unshard else "include"
             raise GTPValueError(f"{names[0]} cannot be sharded: {obstacle}; leave it out of {named}")
@@ -261,7 +259,7 @@ def _choose(site: _Site, asked: _Asked, axes: Axes) -> Choice:
         place = site.places[0]
         reason = "named by unshard" if unshard else "named by include"
     else:
-        served = [place for place in site.places if _is_served(*place)]
+        served = [place for place in site.places if is_served(*place)]
         if not served:
             owner, attribute = site.places[0]
             return choice(False, f"{attribute} of {type(owner).__name__} {NOT_SERVED}")
@@ -280,38 +278,6 @@ def _matches(names: list[str], patterns: list[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-def _is_served(owner: nn.Module, attribute: str) -> bool:
-    """Whether the module computes with this parameter by an op that gathers it."""
-    if any(attribute in group for group in weight_groups_of(owner)):
-        return True
-    return attribute == "weight" and isinstance(owner, (nn.Linear, nn.Embedding)) and not isinstance(owner, HOLDERS)
-
-
-def _gathers_itself(owner: nn.Module, attribute: str) -> bool:
-    """Whether it is known that all the module does with this parameter is such an op: a subclass of Linear with a
-    forward of its own may do otherwise."""
-    own_forward = type(owner).forward not in (nn.Linear.forward, nn.Embedding.forward)
-    return _is_served(owner, attribute) and not (isinstance(owner, (nn.Linear, nn.Embedding)) and own_forward)
-
-
-def _obstacle(owner: nn.Module, attribute: str, unshard: bool) -> str:
-    """Why the module could not compute with a shard of this parameter; "" where nothing is known against it.
-
-    Args:
-        unshard: Whether it gets the full one during its forward.
-    """
-    kind = type(owner).__name__
-    if isinstance(owner, nn.RNNBase) and unshard:
-        return f"{kind} keeps a list of its own of its parameters"
-    if isinstance(owner, HOLDERS) and isinstance(owner, nn.Linear) and not unshard:
-        return "nn.MultiheadAttention passes it to a fused function that gtp does not serve"
-    if isinstance(owner, nn.Embedding) and owner.max_norm is not None:
-        return "nn.Embedding with max_norm rescales rows of it in forward"
-    if type(owner).__module__.startswith("torch.nn.modules.") and not unshard and not _is_served(owner, attribute):
-        return f"{attribute} of {kind} {NOT_SERVED}"
-    return ""
-
-
 def _require_shardable(name: str, parameter: nn.Parameter) -> None:
     if not parameter.is_floating_point():
         raise GTPValueError(
@@ -328,12 +294,6 @@ def _require_shardable(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def weight_groups_of(module: nn.Module) -> list[list[str]]:
-    """The parameter names of `module` that its op uses together, from its method `weight_groups()`, if it has one."""
-    method = getattr(module, "weight_groups", None)
-    return [list(group) for group in method()] if callable(method) else []
-
-
 def _grouped(model: nn.Module, choices: list[Choice]) -> list[list[Choice]]:
     """Sharded choices, in the groups that modules declare; every other weight is a group of its own."""
     by_parameter = {id(choice.parameter): choice for choice in choices if choice.sharded}
@@ -347,6 +307,7 @@ def _grouped(model: nn.Module, choices: list[Choice]) -> list[list[Choice]]:
                 "together, over the same axes, in one dtype; make include, exclude and the group mapping treat them "
                 "alike"
             )
+        _require_no_reader(members)
         if _is_new(members, groups):
             groups.append(members)
             placed.update(id(m.parameter) for m in members)
@@ -358,6 +319,21 @@ def _grouped(model: nn.Module, choices: list[Choice]) -> list[list[Choice]]:
         elif choice.sharded and id(choice.parameter) not in placed:
             ordered.append([choice])
     return ordered
+
+
+def _require_no_reader(members: list[Choice]) -> None:
+    """
+    Raises:
+        GTPValueError: one of several weights that are gathered together is tied to one that is gathered alone.
+    """
+    for member in members if len(members) > 1 else []:
+        if member.read_whole:
+            others = ", ".join(m.name for m in members if m is not member)
+            raise GTPValueError(
+                f"{' = '.join(member.names)}: it is gathered together with {others}, and cannot be gathered alone for "
+                f"the forward of a {type(member.read_whole[0][0]).__name__}, too. Untie it, or leave all of the group "
+                "unsharded with gtp.shard_model(exclude=...)"
+            )
 
 
 def _is_new(members: list[Choice], groups: list[list[Choice]]) -> bool:
