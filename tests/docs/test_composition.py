@@ -67,18 +67,17 @@ REST = """
 | the same at 4 ranks, and tied weights, repeated layers, `no_sync`: within fp32 rounding (1e-5 relative after five AdamW steps) | `tests/weights/test_shard_model.py` |
 | exceptions in forward and in backward, then right steps | `tests/weights/test_shard_model.py` |
 | `torch.autograd.grad` with respect to sharded weights | `tests/weights/test_autograd_grad.py` |
+| `unshard=`: convolutions, `addmm`, experts in one tensor, attention, parameter lists; checkpointing, hooks, frozen, tied, compile | `tests/weights/test_unshard.py`, `test_lines_hugging_face.py` |
 | DCP checkpoints over 4, 3, 2 and 1 ranks and the plain model; bit-exact resumption | `tests/checkpoint/` |
 | Muon equal to the unsharded one | `tests/optim/test_muon.py` |
 | whole steps in a CUDA graph, layers graphed one by one, one rank late (GPU) | `tests/runtime/test_copy_engine_training.py`, `tests/weights/test_gpu_training.py` |
 
 ## Refused, each by a test
 
-Double backward; indexing, arithmetic and other functions that need the full weight; `deepcopy`, pickling; `load_state_dict`
-with `assign=True`; `register_hook` on a sharded weight; sharding twice; DTensor and FSDP parameters; under Megatron's flag:
-FP8, CUDA graphs, delayed and deferred wgrads, QK clipping, the meta device, optimizers that look at a matrix (SOAP and
-others; Muon works), counting zeros where there is padding, `average_in_collective`, several distributed-optimizer
-instances, shards that tensor parallelism does not divide, saved-tensor hooks around Transformer Engine's linears
-(`tests/megatron/test_refusals.py`, `test_saved_tensors.py`).
+Double backward; indexing, arithmetic and other functions that need the full weight, outside of what `unshard=` names;
+tracing (`make_fx`, `torch.export`, `torch.jit`), transforms of `torch.func`, nested inputs; `deepcopy`, pickling;
+`load_state_dict` with `assign=True`; `register_hook` on a sharded weight; sharding twice; DistributedDataParallel around it;
+DTensor and FSDP parameters. Under Megatron's flag: what [megatron.md](megatron.md) lists, setting by setting.
 """
 
 
