@@ -27,7 +27,7 @@ def _trained(options, kinds=KINDS):
     )
     unsharded = [n for n, p in twins.sharded.named_parameters() if not isinstance(p, gtp.GTPWeight)]
     assert unsharded == []
-    for step in range(4):
+    for step in range(3):
         twins.step(inputs(step, 10, 8))
     with torch.no_grad():
         x = inputs(9, 10, 8)[rank()]
