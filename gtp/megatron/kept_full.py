@@ -23,7 +23,7 @@ def let_go_after_forward(module: nn.Module, weight: MegatronGTPWeight) -> None:
     """Does so if `module`, of Transformer Engine, is such a layer over `weight`."""
     if not any(base.__name__ == _KEEPER for base in type(module).__mro__):
         return
-    nothing = weight.plain_shard().new_full((), torch.nan)
+    nothing = weight.plain_shard().new_full((), torch.nan, dtype=weight.handle.group.compute_dtype)
 
     def run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         lent: list[tuple[torch.Tensor, torch.Tensor]] = []
