@@ -6,16 +6,19 @@
 
 `ratio` is the unsharded stack's median over the row's: 1 would be sharding for free. The unsharded stack communicates
 nothing. `wire_mb` is what one rank receives per step; memory is the peak of one step, without the other variants.
+Modes: `eager`; `graphed`, the step is one CUDA graph; `blocks graphed`, an eager loop over blocks that are graphs of
+their own, forward and backward each, by `torch.cuda.make_graphed_callables`.
 Ranks outnumber GPUs? Then they share one: only `host_ms` and memory mean something.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -161,6 +164,21 @@ def graphed(step: Callable[[], None], device: torch.device) -> Callable[[], None
     return graph.replay
 
 
+@contextlib.contextmanager
+def blocks_graphed(stack: nn.Module, x: torch.Tensor) -> Iterator[None]:
+    """The blocks are graphed callables, within."""
+    assert isinstance(stack, Stack)
+    blocks = tuple(stack.blocks)
+    samples = tuple((torch.randn_like(x).requires_grad_(i > 0),) for i in range(len(blocks)))
+    forwards = [block.forward for block in blocks]
+    torch.cuda.make_graphed_callables(blocks, samples)
+    try:
+        yield
+    finally:
+        for block, forward in zip(blocks, forwards, strict=True):
+            block.forward = forward
+
+
 def extra_of(variant: Variant, step: Callable[[], None], device: torch.device) -> dict[str, Any]:
     """Memory and traffic of one step."""
     stats = variant.runtime.stats() if variant.runtime else None
@@ -218,22 +236,27 @@ def run(device: torch.device, args: argparse.Namespace) -> None:
 def measure(
     case: str, tokens: int, sizes: Sizes, variants: list[Variant], device: torch.device, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Eager rows, then graphed ones."""
+    """Eager rows, then graphed ones, then those of graphed blocks."""
     steps = {v.name: step_of(v.model, sizes, tokens, device)[0] for v in variants}
     rounds = 3 if args.tiny else 7 if args.quick else 21
     timings = common.interleave(steps, device, rounds=rounds, iterations=args.iterations)
     extra = {v.name: extra_of(v, steps[v.name], device) for v in variants}
     rows = common.rows_of(case, "eager", timings, reference="unsharded", extra=extra)
     if device.type == "cuda" and not args.no_graphs:
-        graphs = {
-            v.name: graphed(steps[v.name], device)
-            for v in variants
-            if (v.runtime is None and v.name == "unsharded") or (v.runtime is not None and "copy_engine" in v.name)
-        }
+        capturable = [v for v in variants if v.name == "unsharded" or "copy_engine" in v.name]
+        graphs = {v.name: graphed(steps[v.name], device) for v in capturable}
         timings = common.interleave(graphs, device, rounds=rounds, iterations=args.iterations)
         rows += common.rows_of(case, "graphed", timings, reference="unsharded")
+        del graphs
         for variant in variants:
             variant.model.zero_grad(set_to_none=True)
+        with contextlib.ExitStack() as within:
+            for v in capturable:
+                within.enter_context(blocks_graphed(v.model, step_of(v.model, sizes, tokens, device)[1]))
+            timings = common.interleave(
+                {v.name: steps[v.name] for v in capturable}, device, rounds=rounds, iterations=args.iterations
+            )
+        rows += common.rows_of(case, "blocks graphed", timings, reference="unsharded")
     columns = [
         "case",
         "impl",
