@@ -303,3 +303,7 @@ class CopyEngineTransport(Transport):
     def shutdown(self) -> None:
         if self._watchdog is not None:
             self._watchdog.stop()
+        if self._open and self._driver.capture() == self._opened_in:
+            current = self._driver.current_stream()
+            for stream in (*self._pulls, self._local, *self._mail.all_streams):
+                self._events.chain(stream, current)

@@ -35,6 +35,11 @@ class Mail:
         self.streams = (driver.new_stream(), driver.new_stream())  # that carry contributions
         self._adds = driver.new_stream()
 
+    @property
+    def all_streams(self) -> tuple[int, ...]:
+        """Where contributions travel, and where they are added."""
+        return (*self.streams, self._adds)
+
     def reduce(
         self,
         plan: ReducePlan,

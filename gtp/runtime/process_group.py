@@ -108,6 +108,11 @@ class ProcessGroupTransport(Transport):
             work.wait()
         self._add(ticket)
 
+    def shutdown(self) -> None:
+        for stream in (self._gathers, self._reductions):
+            if stream is not None and not torch.cuda.is_current_stream_capturing():
+                torch.cuda.current_stream(self._device).wait_stream(stream)
+
     def _all_gather(self, group: WeightGroup, out: Sequence[torch.Tensor]) -> list[dist.Work]:
         # gloo coalesces gathers on the CPU, and none on GPUs
         count = len(out) if self._gathers is None or self._is_nccl(group) else 1

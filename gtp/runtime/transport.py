@@ -117,4 +117,8 @@ class Transport(abc.ABC):
             work.wait()
 
     def shutdown(self) -> None:
-        """Gives back what the transport holds, threads among it. Called once, when the runtime is gone."""
+        """Gives back what the transport holds, threads among it. Called once, when the runtime is gone.
+
+        In the order of the current stream, nothing is in flight afterwards: what gathers and reductions of an open line
+        still read and write belongs to others then.
+        """

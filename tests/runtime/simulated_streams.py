@@ -15,7 +15,7 @@ import ctypes
 import dataclasses
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -100,12 +100,12 @@ class Machine:
         assert self._arenas[key][0].numel() == nbytes, "ranks disagree on an arena's size"
         return self._arenas[key]
 
-    def run(self, seed: int, *, ahead: int | None = None) -> None:
+    def run(self, seed: int, *, starved: Collection[int] = ()) -> None:
         """Executes everything that is queued.
 
         Args:
             seed: Of the order.
-            ahead: A rank that runs as far as it can before any other gets a turn.
+            starved: Streams that get a turn when no other may run.
         """
         order = random.Random(seed)
         while True:
@@ -116,8 +116,8 @@ class Machine:
                 if any(self.queues.values()):
                     raise Deadlock(self._where())
                 return
-            ours = [c for (rank, _), found in runnable.items() if rank == ahead for c in found]
-            queue, operation = order.choice(ours or [c for found in runnable.values() for c in found])
+            others = [c for (_, stream), found in runnable.items() if stream not in starved for c in found]
+            queue, operation = order.choice(others or [c for found in runnable.values() for c in found])
             head = queue[0]
             operation.run()
             self.executed += 1

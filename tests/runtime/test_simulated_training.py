@@ -188,11 +188,16 @@ class _Trainer:
 
     def activation(self, value: int, nbytes: int) -> Callable[[], None]:
         """Something of the model's own, in memory of the same allocator. Returns what looks at it again."""
+        memory, filled = self.fill(value, nbytes)
+        return lambda: self.look(memory, filled)
+
+    def fill(self, value: int, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory that the current stream writes, and what it writes."""
         memory = self.allocate(nbytes, torch.float32)
         filled = torch.full(memory.shape, float(value))
         target = memory.data_ptr()
         self.driver.compute(lambda: ctypes.memmove(target, filled.data_ptr(), filled.nbytes), "activation")
-        return lambda: self.look(memory, filled)
+        return memory, filled
 
     def deliver(self, order: Sequence[int], value: int) -> None:
         self.reducer.end_backward()
@@ -290,14 +295,22 @@ _steps = st.builds(
 
 def run(machine: Machine, steps: Sequence[Step], config: GTPConfig, limit: int, frozen: Frozen, seed: int) -> None:
     """Trains on all ranks, and looks at all that any of them has read."""
+    trainers = _trainers(machine, config, limit, frozen)
+    for trainer in trainers:
+        train(trainer, steps, seed)
+    machine.run(seed)
+    _check(trainers)
+
+
+def _trainers(machine: Machine, config: GTPConfig, limit: int, frozen: Frozen) -> list[_Trainer]:
     over = _OVER[machine.ranks]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copy_engine, "MAILBOX_BYTES", 4096)
         patch.setattr(copy_plans, "SPLIT_BYTES", 0)
-        trainers = [_Trainer(me, over, config, limit, frozen) for me in make_ranks(machine, over, _SHAPES)]
-    for trainer in trainers:
-        train(trainer, steps, seed)
-    machine.run(seed)
+        return [_Trainer(me, over, config, limit, frozen) for me in make_ranks(machine, over, _SHAPES)]
+
+
+def _check(trainers: Sequence[_Trainer]) -> None:
     for trainer in trainers:
         for seen, wanted in trainer.seen:
             assert torch.equal(seen, wanted)
@@ -333,3 +346,35 @@ def test_memory_that_two_streams_read_is_reused_after_both(replays: int, limit: 
         config = GTPConfig(prefetch_bytes=window, keep_bytes=kept, grad_reduce="sum")
         for seed in range(4):
             run(Machine(2), steps, config, limit, [], seed)
+
+
+def _delete(trainer: _Trainer, order: Sequence[int], time: int, raised: bool) -> None:
+    """The model goes after a forward that raised, or a backward that did; its memory is others' then."""
+    trainer.gatherer.open_line()
+    for index in order if raised else order[:2]:
+        trainer.use(index, Phase.FORWARD, time)
+    for index in reversed(order[1:] if raised else []):
+        trainer.wgrads(index, time)
+    trainer.me.transport.shutdown()
+    del trainer.gatherer, trainer.reducer, trainer.eager
+    for owner in trainer.owners.values():
+        owner.grad = None
+    trainer.seen += [trainer.fill(i, size) for i in range(9) for size in (1024, 512, 1536, 768, 256)]
+
+
+@pytest.mark.parametrize("raised", [False, True], ids=["forward raised", "backward raised"])
+def test_a_model_that_goes_in_mid_line_leaves_nothing_in_flight(raised: bool) -> None:
+    """Copies ahead of their use, and additions, would write into what got the memory next."""
+    order, config = [0, 1, 2, 3], GTPConfig(prefetch_bytes=2048, grad_reduce="sum")
+    for late in ("copies", "additions"):
+        machine = Machine(2)
+        trainers = _trainers(machine, config, 1 << 30, [])
+        for trainer in trainers:
+            for time in range(2):
+                trainer.step(order, [], time, lambda: None)
+            _delete(trainer, order, 2, raised)
+        transports = [trainer.me.transport for trainer in trainers]
+        copying = {stream for t in transports for stream in (*t._pulls, t._local)}
+        adding = {stream for t in transports for stream in t._mail.all_streams}
+        machine.run(0, starved=copying if late == "copies" else adding)
+        _check(trainers)

@@ -15,6 +15,7 @@ from gtp.errors import GTPStateError
 from gtp.runtime import runtime as runtime_module
 from gtp.runtime.buffers import Buffer, BufferPool
 from gtp.runtime.group import Member, WeightGroup
+from gtp.runtime.process_group import ProcessGroupTransport
 from gtp.runtime.residency import Gatherer
 from gtp.runtime.schedule import Phase, Schedule
 from gtp.testing.null_transport import NullTransport
@@ -301,3 +302,19 @@ def _deleted() -> None:
 def test_the_transport_is_shut_down_with_the_model(ranks: Any) -> None:
     """Without help of the garbage collector: whatever threads it has are gone when the memory is."""
     ranks(2).run(_deleted)
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_collectives_of_a_model_that_goes_end_before_what_comes_next(
+    monkeypatch: pytest.MonkeyPatch, capturing: bool
+) -> None:
+    """Their memory is the allocator's after that. Another model's capture could not wait for what is outside of it."""
+    current = _Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    transport: Any = ProcessGroupTransport(torch.device("cpu"))
+    transport.shutdown()
+    assert current.waited_for == []  # on the CPU works hold their tensors
+    transport._gathers, transport._reductions = _Stream(), _Stream()
+    transport.shutdown()
+    assert current.waited_for == ([] if capturing else [transport._gathers, transport._reductions])
