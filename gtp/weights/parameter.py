@@ -6,10 +6,11 @@ import dataclasses
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from gtp.errors import GTPStateError, GTPValueError, UnsupportedError
@@ -23,6 +24,7 @@ from gtp.weights.askers import transform_level
 from gtp.weights.full_tensor import differentiable_full_tensor
 from gtp.weights.functions import dispatch, not_the_leader
 from gtp.weights.layout import ShardLayout
+from gtp.weights.refusals import refused_hook
 from gtp.weights.rows import ShardRows
 from gtp.weights.shard_tensor import LocalShard, ShardOrigin, past_torch_function
 
@@ -79,7 +81,12 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
             shard: `[shard_rows, *trailing]`, plain.
             handle: Layout, runtime and group. `handle.member.owner` is set.
         """
+        _let_go_of_graphs(parameter, handle.name)
         parameter.data = shard
+        hooks = cast("OrderedDict[int, Callable[[torch.Tensor], None]]", parameter._post_accumulate_grad_hooks)
+        if hooks:  # run by the runtime from now on; who registered them removes them from the same dict
+            handle.hooks = hooks
+            parameter._post_accumulate_grad_hooks = OrderedDict()
         parameter.__class__ = cls
         weight: GTPWeight = parameter  # type: ignore[assignment]
         weight.handle = handle
@@ -290,10 +297,7 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
         Raises:
             UnsupportedError: always.
         """
-        raise UnsupportedError(
-            f"{self.handle.name}: register_hook would never be called, because the gradient of a sharded weight is "
-            "reduced outside autograd. Use register_post_accumulate_grad_hook, which may change weight.grad in place"
-        )
+        raise refused_hook(f"{self.handle.name}: register_hook would")
 
     @property
     def grad(self) -> torch.Tensor | None:  # optimizers ask for it three times per weight
@@ -416,3 +420,21 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
             f"{self.handle.name}: a sharded weight holds a process group and cannot be pickled. Save "
             "model.state_dict() or gtp.full_state_dict(model)"
         )
+
+
+def _let_go_of_graphs(parameter: torch.nn.Parameter, name: str) -> None:
+    """Makes graphs of before, which have the full weight, raise in backward, and later ones end in the shard."""
+    if not parameter.requires_grad:
+        return
+
+    def refuse(grads: Any) -> None:
+        raise GTPStateError(
+            f"{name}: this backward is of a forward that ran before gtp.shard_model, with the full weight. Run the "
+            "forward again"
+        )
+
+    get_gradient_edge(parameter).node.register_prehook(refuse)
+    # torch keeps the node while such a graph lives, with the full shape, and lets go of it at a change of type alone
+    other = torch.float64 if parameter.dtype is torch.float32 else torch.float32
+    parameter.data = torch.empty(0, dtype=other, device=parameter.device)
+    torch.autograd.graph.increment_version(parameter)  # and where it was saved, torch says that it was changed

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gtp.errors import GTPStateError, GTPValueError
+from gtp.errors import GTPStateError, GTPValueError, UnsupportedError
 from gtp.protocol import is_distributed_weight
 from gtp.runtime.replicated import refuse_other_owner
 
@@ -66,3 +68,83 @@ def refuse_parameters(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
                 "shards plain parameters; apply gtp.shard_model to the plain model, and a mesh (replicate, gtp) for "
                 "more ranks"
             )
+        refuse_tensor_class(name, parameter)
+
+
+def refuse_tensor_class(name: str, tensor: torch.Tensor) -> None:
+    """
+    Raises:
+        GTPValueError: it is of a class whose memory is not its values (quantized, masked, fake).
+    """
+    kind = type(tensor)
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise GTPValueError(
+            f"{name} is a {kind.__name__}, a tensor class that answers torch's operations by itself (quantized, "
+            "masked, fake, ...). gtp broadcasts and cuts plain memory: make it a plain parameter or buffer before "
+            "gtp.shard_model"
+        )
+
+
+def refuse_to_shard(name: str, parameter: nn.Parameter) -> None:
+    """What only a parameter that is to be sharded cannot be.
+
+    Raises:
+        GTPValueError: it is of a class of its own, or an inference tensor.
+        UnsupportedError: a hook is registered on it that would not run as it does now.
+    """
+    if type(parameter) is not nn.Parameter:
+        raise GTPValueError(
+            f"{name} is a {type(parameter).__name__}: sharding would make it a GTPWeight, and what its class does "
+            "would be gone. Make it a plain nn.Parameter before gtp.shard_model, or leave it whole with exclude="
+        )
+    if parameter.is_inference():
+        raise GTPValueError(
+            f"{name}: it was made under torch.inference_mode and can never be trained; build the model outside"
+        )
+    if parameter._backward_hooks:
+        raise refused_hook(f"{name}: it has a hook of register_hook, which would")
+
+
+def refused_hook(what: str) -> UnsupportedError:
+    """The error of gradient hooks on weights, with what to use."""
+    return UnsupportedError(
+        f"{what} never be called, because the gradient of a sharded weight is reduced outside autograd. Use "
+        "register_post_accumulate_grad_hook, which may change weight.grad in place"
+    )
+
+
+class Held(NamedTuple):
+    """A parameter or buffer of a model, under its name."""
+
+    name: str
+    tensor: torch.Tensor
+    sharded: bool
+
+
+def refuse_shared_memory(tensors: Iterable[Held]) -> None:
+    """Distinct tensors over one memory are a tie that sharding one of them would end without a word.
+
+    Raises:
+        GTPValueError: a tensor that is to be sharded shares memory with another one.
+    """
+    spans = []
+    for held in tensors:
+        tensor = held.tensor
+        if not tensor.is_meta and tensor.layout is torch.strided and tensor.numel():
+            start = tensor.data_ptr()
+            length = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+            spans.append((start, start + length * tensor.itemsize, held))
+    spans.sort(key=lambda span: span[0])
+    open_spans: list[tuple[int, int, Held]] = []
+    for start, stop, held in spans:
+        open_spans = [span for span in open_spans if span[1] > start]
+        for other_start, _, other in open_spans:
+            # columns of one matrix lie between each other and share nothing
+            surely = start == other_start or (held.tensor.is_contiguous() and other.tensor.is_contiguous())
+            if surely and (held.sharded or other.sharded):
+                raise GTPValueError(
+                    f"{held.name} and {other.name} are two tensors over the same memory (a view, or .data of one given "
+                    "to the other). Sharded, each would be on its own. Tie parameters as one object (head.weight = "
+                    "table.weight), clone what is not to be tied, or leave both whole with exclude="
+                )
+        open_spans.append((start, stop, held))

@@ -13,7 +13,14 @@ from torch import nn
 
 from gtp.errors import GTPValueError
 from gtp.weights.axes import Axes, GroupOrMesh
-from gtp.weights.refusals import refuse_models, refuse_parameters
+from gtp.weights.refusals import (
+    Held,
+    refuse_models,
+    refuse_parameters,
+    refuse_shared_memory,
+    refuse_tensor_class,
+    refuse_to_shard,
+)
 from gtp.weights.served import NOT_SERVED, gathers_itself, is_served, obstacle_of, weight_groups_of
 
 
@@ -112,6 +119,14 @@ def select(
     buffers = [
         BufferChoice(names[0], module, attribute, axes_of(names)) for names, module, attribute in _buffers(model)
     ]
+    for buffer in buffers:
+        refuse_tensor_class(buffer.name, buffer.value)
+    for choice in choices:
+        if choice.sharded:
+            refuse_to_shard(choice.name, choice.parameter)
+    refuse_shared_memory(
+        [Held(c.name, c.parameter, c.sharded) for c in choices] + [Held(b.name, b.value, False) for b in buffers]
+    )
     unregistered = _unregistered(model, {id(c.parameter) for c in choices})
     return Selection(choices, _grouped(model, choices), buffers, unregistered)
 
@@ -287,10 +302,6 @@ def _require_shardable(name: str, parameter: nn.Parameter) -> None:
         raise GTPValueError(
             f"{name}: a weight is sharded along its rows (dim 0), and shape {tuple(parameter.shape)} has none; "
             "leave it out of include, it stays replicated"
-        )
-    if parameter.is_inference():
-        raise GTPValueError(
-            f"{name}: it was made under torch.inference_mode and can never be trained; build the model outside"
         )
 
 

@@ -35,6 +35,7 @@ _WORTH_A_WORD = 0.1
 """Share of a model that may stay whole without a warning: norms and biases are far less."""
 
 
+@torch.inference_mode(False)  # shards made in it could never be trained, and no write to them be noticed
 def shard_model(
     model: nn.Module,
     group_or_mesh: GroupOrMesh | Mapping[str, GroupOrMesh],
