@@ -198,7 +198,7 @@ def _state_target(saved: Saved, path: tuple[str, ...], parameter: torch.Tensor) 
     if entry is None or not isinstance(parameter, GTPWeight):
         device = parameter.device if entry is not None and entry.size == parameter.shape else None
         return saved.placeholder(path, device)
-    if entry.size.numel() == 1 and parameter.layout.logical_numel != 1:
+    if entry.size.numel() == 1 and entry.size != parameter.logical_shape:
         return saved.placeholder(path)
     saved.require_shape(path, parameter.logical_shape)
     shard = torch.zeros(parameter.layout.shard_shape, dtype=entry.properties.dtype, device=parameter.device)

@@ -142,7 +142,7 @@ def _as_saved(value: Any, parameter: torch.Tensor, label: str) -> Any:
 def _as_held(value: Any, parameter: torch.Tensor, label: str) -> Any:
     if not isinstance(value, torch.Tensor) or not isinstance(parameter, GTPWeight):
         return value
-    if not isinstance(value, ShardTensor) and value.numel() == 1 and parameter.layout.logical_numel != 1:
+    if not isinstance(value, ShardTensor) and value.numel() == 1 and value.shape != parameter.logical_shape:
         return value
     return parameter.local_state(own_rows(value, parameter.layout, label))
 

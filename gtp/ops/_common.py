@@ -157,6 +157,18 @@ def refused_double_backward(weight: torch.Tensor, because: str, instead: str) ->
     )
 
 
+def refuse_sparse(weight: torch.Tensor, grad: torch.Tensor) -> None:
+    """
+    Raises:
+        UnsupportedError: the gradient that autograd has for a weight is not dense.
+    """
+    if grad.layout is not torch.strided:
+        raise UnsupportedError(
+            f"{describe_weight(weight)}: its gradient is sparse ({grad.layout}), and gradients of a sharded model are "
+            "reduced dense. Use the function that makes it with sparse=False"
+        )
+
+
 def is_wanted(ctx: Any, position: int) -> bool:
     """Whether this backward computes the gradient of a leaf, the `position`-th tensor that the op was given.
 

@@ -17,7 +17,15 @@ import torch
 from torch.autograd import Variable
 
 from gtp.errors import GTPStateError
-from gtp.ops._common import apply_of, finish_wgrads, is_wanted, plain_access, refuse_double_backward, wgrad_buffers
+from gtp.ops._common import (
+    apply_of,
+    finish_wgrads,
+    is_wanted,
+    plain_access,
+    refuse_double_backward,
+    refuse_sparse,
+    wgrad_buffers,
+)
 from gtp.ops.versions import ShardVersions
 from gtp.protocol import describe_weight, materialize_weight_for_backward, materialize_weight_for_forward
 
@@ -225,6 +233,7 @@ class _Whole(torch.autograd.Function):
         ctx.use.let_go(ctx.position)
         if not is_wanted(ctx, 0):
             return None, None, None
+        refuse_sparse(weight, grad)
         (buffer,) = wgrad_buffers([weight], grad.shape[0])
         # others may read what autograd hands in, and whoever finalizes may scale in place
         wgrad = grad.clone(memory_format=torch.contiguous_format) if buffer is None else buffer.copy_(grad)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.fx
 
 from gtp.errors import UnsupportedError
 
@@ -15,6 +16,9 @@ jit_trace: Callable[[], Any] = torch._C._get_tracing_state
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """How many modes see every operation of torch: those of users, which only look on, and those of tracers."""
 
+fx_tracer = torch.fx._symbolic_trace
+"""Its `_is_fx_tracing_flag` says whether symbolic tracing is going on. Read as it is: a call per gather is seen."""
+
 _TRACERS = (
     (torch._C._TorchDispatchModeKey.PROXY, "make_fx or torch.export"),
     (torch._C._TorchDispatchModeKey.FAKE, "FakeTensorMode"),
@@ -22,7 +26,7 @@ _TRACERS = (
 
 
 def refuse_tracing(what: str) -> None:
-    """To be called where `jit_trace` or `dispatch_modes` answers something, before a weight is gathered.
+    """To be called where `jit_trace`, `dispatch_modes` or `fx_tracer` answer something, before a weight is gathered.
 
     Raises:
         UnsupportedError: the forward is being traced.
@@ -30,6 +34,8 @@ def refuse_tracing(what: str) -> None:
     tracers = [name for key, name in _TRACERS if torch._C._get_dispatch_mode(key) is not None]
     if jit_trace() is not None:
         tracers.append("torch.jit.trace")
+    if not tracers and fx_tracer._is_fx_tracing_flag:  # which tracers above use
+        tracers.append("torch.fx.symbolic_trace")
     if tracers:
         raise UnsupportedError(
             f"{what}: it is sharded, and {' under '.join(tracers)} would record its forward without the gathers, or "

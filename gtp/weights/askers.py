@@ -1,21 +1,19 @@
 """Code that takes a shard for the weight where no torch function is called that could be refused.
 
-[Note: who asks] `torch.vmap` over a shard and the broadcast of DistributedDataParallel take its memory in C++, past
-`__torch_function__`. Just before, both ask something harmless of each tensor in Python, and whose code asks is seen on
-the stack, below what modes of torch functions put there (`torch.set_default_device`). Where a later torch asks
-otherwise, the first forward still refuses the wrapper (`gtp.weights.watch`), and tests say that vmap is no longer
-noticed.
+[Note: who asks] `torch.vmap` over a shard and the broadcasts of DistributedDataParallel and ZeroRedundancyOptimizer
+take its memory in C++, past `__torch_function__`. Before, they ask something harmless of each tensor in Python, and
+whose code asks is seen on the stack, below what modes of torch functions put there (`torch.set_default_device`). Where
+a later torch asks otherwise, the first forward still refuses the wrapper (`gtp.weights.watch`), and tests say that vmap
+or the optimizer is no longer noticed.
 """
 
 from __future__ import annotations
 
 import sys
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any, Final
 
 import torch
-import torch._functorch.vmap
-import torch.distributed.utils
 
 from gtp.errors import UnsupportedError
 from gtp.ops._common import refused_transform
@@ -23,7 +21,7 @@ from gtp.weights.shard_tensor import LocalShard
 
 _MOST_BETWEEN = 12  # frames: some modes, each with a call or two of its own
 
-ASKED: Final = frozenset(["dim", "detach"])
+ASKED: Final = frozenset(["dim", "detach", "numel"])
 """Names of the harmless functions."""
 
 
@@ -37,20 +35,26 @@ def refuse_asker(name: str, args: tuple[Any, ...]) -> None:
         return  # neither asks there, and the stack is Dynamo's
     shard: LocalShard = args[0]
     if name == "dim":
-        if not shard.origin.is_whole and _calls(torch._functorch.vmap, "_process_batched_inputs"):
+        if not shard.origin.is_whole and _calls("torch._functorch.vmap", "_process_batched_inputs"):
             raise refused_transform(f"{shard.label} was given to torch.vmap")
-    elif _calls(torch.distributed.utils, "_sync_module_states"):
-        raise refused_wrapper(shard.label)
+    elif name == "detach":
+        if _calls("torch.distributed.utils", "_sync_module_states"):
+            raise refused_wrapper(shard.label)
+    elif _calls("torch.distributed.optim.zero_redundancy_optimizer", "_partition_parameters"):
+        raise UnsupportedError(
+            f"{shard.label}: ZeroRedundancyOptimizer divides parameters among ranks and broadcasts what each rank "
+            "stepped, which would write one rank's rows over the other ranks'. State of shards is divided already: "
+            "take the optimizer itself (torch.optim.AdamW(model.parameters()))"
+        )
 
 
-def _calls(module: ModuleType, name: str) -> bool:
+def _calls(module: str, name: str) -> bool:
     """Whether a function of torch has called the present one, with modes and `__torch_function__` in between."""
-    code = getattr(getattr(module, name, None), "__code__", None)
     frame: FrameType | None = sys._getframe(4)  # who called the function, if there is no mode
     for _ in range(_MOST_BETWEEN):
         if frame is None:
             return False
-        if frame.f_code is code:
+        if frame.f_code.co_name == name and frame.f_globals.get("__name__") == module:
             return True
         frame = frame.f_back
     return False

@@ -30,4 +30,19 @@ def wrap_forward(module: nn.Module, run: Callable[..., Any]) -> None:
 
     with contextlib.suppress(ValueError):  # what is written in C may have none
         forward.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
-    vars(module)["forward"] = forward  # past nn.Module.__setattr__, which has nothing to say to functions
+    # past nn.Module.__setattr__, which has nothing to say to functions
+    vars(module)["forward"] = forward
+    before: Callable[[], Any] | None = vars(module).get("__getstate__")
+    vars(module)["__getstate__"] = before or functools.partial(_state_of_a_copy, alive, own)
+
+
+def _state_of_a_copy(alive: Callable[[], Any], own: Callable[..., Any] | None) -> Any:
+    """What `copy.copy(module)` takes over, which asks the object: the forward above would run on the module copied."""
+    module: Any = alive()
+    kind: Any = type(module)
+    state = kind.__getstate__(module)
+    if isinstance(state, dict):
+        state = {name: value for name, value in state.items() if name not in ("forward", "__getstate__")}
+        if own is not None:
+            state["forward"] = own
+    return state

@@ -9,6 +9,7 @@ import torch
 
 from gtp.errors import GTPStateError
 from gtp.ops import is_wanted, refuse_double_backward
+from gtp.ops._common import refuse_sparse
 
 if TYPE_CHECKING:
     from gtp.weights.parameter import GTPWeight, WeightHandle
@@ -28,6 +29,7 @@ class _FullTensor(torch.autograd.Function):
         refuse_double_backward([ctx.weight])
         if not is_wanted(ctx, 0):
             return None
+        refuse_sparse(ctx.weight, grad)
         wgrads: list[torch.Tensor | None] = [None] * len(handle.group.members)
         wgrads[handle.position] = grad.clone()  # others may be reading it, and whoever finalizes may scale in place
         outcomes = _leader(handle).finalize_group_grads(wgrads)

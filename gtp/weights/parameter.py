@@ -30,6 +30,8 @@ from gtp.weights.shard_tensor import LocalShard, ShardOrigin, past_torch_functio
 
 _plain = torch._C.DisableTorchFunctionSubclass
 
+_OURS = frozenset(["handle", "origin", "memory_of", "main_grad", "grad_added_to_main_grad"])
+
 _get_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 # The attribute of torch itself, for within `_plain()`.
@@ -159,6 +161,10 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
         return gather_now(self.plain_shard(), self.group)[: self.handle.layout.rows].clone()
 
     # -- what leaves the weight ----------------------------------------------------------------------------------
+
+    def attributes_of_users(self) -> dict[str, Any]:
+        """What was set on the parameter (`weight.scale = 2`): who gets the full weight in its place reads it there."""
+        return {name: value for name, value in vars(self).items() if name not in _OURS}
 
     def checkpoint_part(self) -> tuple[torch.Tensor, ShardLayout]:
         """The shard and its layout, for `torch.distributed.checkpoint`."""

@@ -105,7 +105,9 @@ def _shown(places: Sequence[_Place]) -> Iterator[None]:
     with WholeWeights(distinct) as full:
         of = {id(weight): tensor for weight, tensor in zip(distinct, full, strict=True)}
         checked = [pair for pair in zip(distinct, full, strict=True) if pair[0].runtime.config.debug]
-        del full
+        for weight, tensor in zip(distinct, full, strict=True):
+            vars(tensor).update(weight.attributes_of_users())
+        del full, tensor
         try:
             for attributes, name, weight in found:
                 attributes[name] = of[id(weight)]

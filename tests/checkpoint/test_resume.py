@@ -9,6 +9,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -81,6 +82,35 @@ def _plain(sharded):
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_three_steps_a_checkpoint_and_three_steps_are_six_steps(ranks, tmp_path, kind):
     ranks(2).run(_resume, str(tmp_path / kind), kind)
+
+
+def _slope(path):
+    def build():
+        model = nn.Sequential(nn.Linear(8, 8), nn.PReLU(), nn.LayerNorm(8))
+        gtp.shard_model(model, dist.group.WORLD, unshard="*")
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    model, optimizer = build()
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank()))
+    model(x).pow(2).sum().backward()
+    optimizer.step()
+    gtp.checkpoint.save(path, model, optimizer)
+    loaded, fresh = build()
+    gtp.checkpoint.load(path, loaded, fresh)
+    fresh.load_state_dict(copy.deepcopy(fresh.state_dict()))
+    for one, held in ((model, optimizer), (loaded, fresh)):
+        one.zero_grad()
+        one(x).pow(2).sum().backward()
+        held.step()
+    for one, other in zip(model.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), other.full_tensor())
+        assert optimizer.state[one]["step"] == fresh.state[other]["step"] == 2
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_sharded_parameter_of_one_element_has_a_step_count_too(ranks, tmp_path, size):
+    """C20: its state was taken for rows where it is one number, and the file could not be loaded."""
+    ranks(size).run(_slope, str(tmp_path / "slope"))
 
 
 # -- other layouts -----------------------------------------------------------------------------------------------------
