@@ -21,6 +21,7 @@ from gtp.errors import GTPStateError, UnsupportedError
 from gtp.runtime.backward import NO_TASK, BackwardTracker, backward_task
 from gtp.runtime.capture import current_capture
 from gtp.runtime.checked import CheckedTransport
+from gtp.runtime.gloo_exit import wait_for_gloo_at_exit
 from gtp.runtime.group import WeightGroup
 from gtp.runtime.pools import make_pools, prefetch_window, reduce_window
 from gtp.runtime.reduction import Reducer
@@ -56,6 +57,7 @@ class GTPRuntime:
         self.before_gather: Callable[[WeightGroup], bool] | None = None  # see `Gatherer`; set before the first use
         self._transport = transport
         weakref.finalize(self, transport.shutdown)
+        wait_for_gloo_at_exit()
         self._transport_reason = transport_reason
         self._groups: list[WeightGroup] = []
         self._started = False
