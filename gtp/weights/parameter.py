@@ -369,6 +369,16 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
             torch.autograd.graph.increment_version(self)
         self._look_at_storage()
 
+    def set_(self, source: Any = None, *view: Any) -> GTPWeight:
+        """As `weight.data = source`."""
+        if not isinstance(source, torch.Tensor) or view:
+            raise UnsupportedError(
+                f"{self.label}: set_ with a storage or without a source. Give it a tensor of the shard's shape, or "
+                "copy into the weight"
+            )
+        self.set_data(source)
+        return self
+
     def before_write(self) -> None:
         """Somebody is about to write the shard: see [Note: no stale reads]."""
         self.handle.runtime.before_write()

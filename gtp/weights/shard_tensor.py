@@ -153,6 +153,16 @@ class LocalShard(CheckpointableShard):
         """As `local_state`, of a plain tensor of the shard's shape that nobody else has; it may become rows itself."""
         raise NotImplementedError
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:  # the one method that torch does not ask __torch_function__ about
+        """Not supported: rows keep their memory.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            f"{self.label}: set_ would give it other memory, which is no rows. Copy into it: copy_(...)"
+        )
+
     def __format__(self, spec: str) -> str:
         return object.__format__(self, spec)  # of a tensor it is that of its value; there is none of a shard alone
 

@@ -143,3 +143,28 @@ def _rank_local_answers() -> None:
 def test_indices_of_elements_and_random_values_are_refused(ranks: Any) -> None:
     """`torch.where(rows != 0)` would be this rank's indices; `randn_like` the same rows on every rank."""
     ranks(2).run(_rank_local_answers)
+
+
+def _set():
+    layer = nn.Linear(8, 8, bias=False)
+    gtp.shard_model(layer, dist.group.WORLD)
+    weight, x = layer.weight, torch.ones(1, 8)
+    layer(x)
+    with torch.no_grad():
+        if dist.get_world_size() > 1:
+            with pytest.raises(
+                gtp.GTPValueError, match=r"weight: \.data of a sharded weight must keep shape.*\(4, 8\)"
+            ):
+                weight.set_(torch.ones(8, 8))
+            with pytest.raises(gtp.UnsupportedError, match=r"set_ would give it other memory.*copy_"):
+                weight.data.set_(torch.ones(4, 8))
+        with pytest.raises(gtp.UnsupportedError, match=r"set_ with a storage"):
+            weight.set_(torch.ones(8, 8).untyped_storage())
+        assert weight.set_(torch.ones(weight.layout.shard_shape)) is weight
+    assert torch.equal(layer(x), torch.full((1, 8), 8.0))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_set_is_as_data_is(ranks, size):
+    """C09: torch tells no subclass of it, and the next forward gathered the memory of before."""
+    ranks(size).run(_set)
