@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+import torch.distributed as dist
 
 from gtp.errors import UnsupportedError
 from gtp.ops._common import refused_transform
-from gtp.weights.shard_tensor import LocalShard
+
+if TYPE_CHECKING:
+    from gtp.weights.shard_tensor import LocalShard
 
 _MOST_BETWEEN = 12  # frames: some modes, each with a call or two of its own
 
@@ -45,6 +48,26 @@ def refuse_asker(name: str, args: tuple[Any, ...]) -> None:
             f"{shard.label}: ZeroRedundancyOptimizer divides parameters among ranks and broadcasts what each rank "
             "stepped, which would write one rank's rows over the other ranks'. State of shards is divided already: "
             "take the optimizer itself (torch.optim.AdamW(model.parameters()))"
+        )
+
+
+def refuse_collective(shard: LocalShard) -> None:
+    """To be called by the method `is_complex`, which `torch.distributed.broadcast` and its like call. What asks
+    `__torch_function__`, as `all_reduce` does, is refused there.
+
+    Raises:
+        UnsupportedError: it is about to run over ranks that hold other rows of the weight.
+    """
+    caller = sys._getframe(2)
+    if caller.f_globals.get("__name__") != dist.distributed_c10d.__name__:
+        return
+    group = caller.f_locals.get("group") or dist.group.WORLD
+    ranks = set(dist.get_process_group_ranks(group))
+    if len(ranks.intersection(dist.get_process_group_ranks(shard.origin.process_group))) > 1:
+        raise UnsupportedError(
+            f"{shard.label} was given to torch.distributed.{caller.f_code.co_name} over ranks that hold other rows of "
+            "the weight: they would get each other's. gtp.shard_model makes ranks equal, and gradients are reduced in "
+            "backward. The whole is .full_tensor(); for this rank's rows as plain memory take .shard"
         )
 
 

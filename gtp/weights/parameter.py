@@ -6,11 +6,10 @@ import dataclasses
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from gtp.errors import GTPStateError, GTPValueError, UnsupportedError
@@ -21,6 +20,7 @@ from gtp.runtime.runtime import GTPRuntime, gather_now
 from gtp.runtime.schedule import Phase
 from gtp.runtime.tracing import refuse_tracing
 from gtp.weights.askers import transform_level
+from gtp.weights.conversion import let_go_of_graphs, take_over_hooks
 from gtp.weights.full_tensor import differentiable_full_tensor
 from gtp.weights.functions import dispatch, not_the_leader
 from gtp.weights.layout import ShardLayout
@@ -83,12 +83,9 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
             shard: `[shard_rows, *trailing]`, plain.
             handle: Layout, runtime and group. `handle.member.owner` is set.
         """
-        _let_go_of_graphs(parameter, handle.name)
+        let_go_of_graphs(parameter, handle.name)
         parameter.data = shard
-        hooks = cast("OrderedDict[int, Callable[[torch.Tensor], None]]", parameter._post_accumulate_grad_hooks)
-        if hooks:  # run by the runtime from now on; who registered them removes them from the same dict
-            handle.hooks = hooks
-            parameter._post_accumulate_grad_hooks = OrderedDict()
+        handle.hooks = take_over_hooks(parameter)
         parameter.__class__ = cls
         weight: GTPWeight = parameter  # type: ignore[assignment]
         weight.handle = handle
@@ -332,8 +329,18 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
         return wrapped
 
     def set_grad(self, grad: torch.Tensor) -> None:
-        """`weight.grad = grad`: a local tensor of the shard's shape; padding rows are cleared."""
+        """`weight.grad = grad`: a local tensor of the shard's shape; padding rows are cleared.
+
+        Raises:
+            GTPValueError: it has another shape.
+        """
         with _plain():
+            if grad.shape != self.origin.shape:
+                raise GTPValueError(
+                    f"{self.handle.name}: .grad of a sharded weight is this rank's rows {self.origin.shape}, got "
+                    f"{tuple(grad.shape)}. Of a full gradient take the rows weight.layout.shard_slice, and zeros as "
+                    "padding"
+                )
             plain = grad.detach().as_subclass(torch.Tensor)
             if grad.shape == self.origin.shape and self.origin.has_padding:
                 plain[self.handle.layout.valid_rows :].zero_()
@@ -436,21 +443,3 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
             f"{self.handle.name}: a sharded weight holds a process group and cannot be pickled. Save "
             "model.state_dict() or gtp.full_state_dict(model)"
         )
-
-
-def _let_go_of_graphs(parameter: torch.nn.Parameter, name: str) -> None:
-    """Makes graphs of before, which have the full weight, raise in backward, and later ones end in the shard."""
-    if not parameter.requires_grad:
-        return
-
-    def refuse(grads: Any) -> None:
-        raise GTPStateError(
-            f"{name}: this backward is of a forward that ran before gtp.shard_model, with the full weight. Run the "
-            "forward again"
-        )
-
-    get_gradient_edge(parameter).node.register_prehook(refuse)
-    # torch keeps the node while such a graph lives, with the full shape, and lets go of it at a change of type alone
-    other = torch.float64 if parameter.dtype is torch.float32 else torch.float32
-    parameter.data = torch.empty(0, dtype=other, device=parameter.device)
-    torch.autograd.graph.increment_version(parameter)  # and where it was saved, torch says that it was changed

@@ -13,6 +13,7 @@ from torch import nn
 
 from gtp.errors import GTPValueError
 from gtp.weights.axes import Axes, GroupOrMesh
+from gtp.weights.contents import Site, buffers_of, sites_of, tensors_in_attributes, unregistered_in
 from gtp.weights.refusals import (
     Held,
     refuse_models,
@@ -98,7 +99,7 @@ def select(
         GTPStateError: the model was sharded or wrapped already.
     """
     refuse_models(model)
-    sites = _sites(model)
+    sites = sites_of(model)
     refuse_parameters((site.names[0], site.parameter) for site in sites)
     names = [name for site in sites for name in site.names]
     asked = _Asked(
@@ -117,69 +118,21 @@ def select(
             f"name others with include= or unshard=. Parameters and why not:\n  {tried}"
         )
     buffers = [
-        BufferChoice(names[0], module, attribute, axes_of(names)) for names, module, attribute in _buffers(model)
+        BufferChoice(names[0], module, attribute, axes_of(names)) for names, module, attribute in buffers_of(model)
     ]
     for buffer in buffers:
         refuse_tensor_class(buffer.name, buffer.value)
     for choice in choices:
         if choice.sharded:
             refuse_to_shard(choice.name, choice.parameter)
+    known = {id(choice.parameter) for choice in choices}
     refuse_shared_memory(
-        [Held(c.name, c.parameter, c.sharded) for c in choices] + [Held(b.name, b.value, False) for b in buffers]
+        [Held(c.name, c.parameter, c.sharded) for c in choices]
+        + [Held(b.name, b.value, False) for b in buffers]
+        + [Held(name, tensor, False) for name, tensor in tensors_in_attributes(model, known)]
     )
-    unregistered = _unregistered(model, {id(c.parameter) for c in choices})
+    unregistered = unregistered_in(model, known)
     return Selection(choices, _grouped(model, choices), buffers, unregistered)
-
-
-@dataclasses.dataclass
-class _Site:
-    """A parameter object with all the places that hold it, in order of registration."""
-
-    parameter: nn.Parameter
-    names: list[str]
-    places: list[tuple[nn.Module, str]]
-
-
-def _sites(model: nn.Module) -> list[_Site]:
-    """Each parameter object once, in order of registration."""
-    found: dict[int, _Site] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                site = found.setdefault(id(parameter), _Site(parameter, [], []))
-                site.names.append(f"{prefix}.{attribute}" if prefix else attribute)
-                site.places.append((module, attribute))
-    return list(found.values())
-
-
-def _buffers(model: nn.Module) -> list[tuple[list[str], nn.Module, str]]:
-    """Each dense buffer object once, with all its names and its first place."""
-    found: dict[int, tuple[list[str], nn.Module, str]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for attribute, buffer in module._buffers.items():
-            if buffer is not None and buffer.layout is torch.strided and buffer.numel():
-                name = f"{prefix}.{attribute}" if prefix else attribute
-                found.setdefault(id(buffer), ([], module, attribute))[0].append(name)
-    return list(found.values())
-
-
-def _unregistered(model: nn.Module, known: set[int]) -> dict[str, nn.Parameter]:
-    found: dict[str, nn.Parameter] = {}
-    for prefix, module in model.named_modules():
-        for attribute, value in vars(module).items():
-            if attribute in ("_parameters", "_buffers", "_modules"):
-                continue
-            items = (
-                value.items() if isinstance(value, dict) else enumerate(value) if type(value) in (list, tuple) else ()
-            )
-            for key, item in items:
-                name = f"{prefix}.{attribute}[{key!r}]".removeprefix(".")
-                if isinstance(item, nn.Module):
-                    inside = {f"{name}.{n}": p for n, p in item.named_parameters()}
-                else:
-                    inside = {name: item} if isinstance(item, nn.Parameter) else {}
-                found.update({n: p for n, p in inside.items() if id(p) not in known})
-    return found
 
 
 def _patterns(patterns: Sequence[str] | str | None, argument: str, names: list[str]) -> list[str] | None:
@@ -243,7 +196,7 @@ class _Asked(NamedTuple):
     min_numel: int
 
 
-def _choose(site: _Site, asked: _Asked, axes: Axes) -> Choice:
+def _choose(site: Site, asked: _Asked, axes: Axes) -> Choice:
     """All places that hold the parameter decide: one that cannot work with a shard keeps it whole, else one that wants
     it sharded is enough."""
     names, parameter = site.names, site.parameter

@@ -217,7 +217,7 @@ def _no_owner() -> ShardOwner | None:
 
 def _require_no_gradients(selection: Selection) -> None:
     for choice in selection.choices:
-        if choice.sharded and choice.parameter.grad is not None:
+        if choice.parameter.grad is not None:
             raise GTPStateError(
                 f"{choice.name}: it holds a gradient, which gtp cannot tell to be reduced or not. Call "
                 "model.zero_grad() (or take the optimizer step) before gtp.shard_model"

@@ -106,9 +106,25 @@ def _check_before_any_change(
     root: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
 ) -> None:
     _refuse_assign(local_metadata)
+    rewritten: list[str] = []
     for path, module in root.named_modules(prefix=prefix.removesuffix(".")):
-        for key, weight, value in _sharded_entries(module, state_dict, f"{path}." if path else ""):
-            require_rows(value, weight.layout, key)
+        inner = f"{path}." if path else ""
+        if _rewrites_values(module, is_root=module is root):
+            rewritten.append(inner)
+        if not inner.startswith(tuple(rewritten)):  # else what there is now says nothing: `_take_own_rows` checks
+            for key, weight, value in _sharded_entries(module, state_dict, inner):
+                require_rows(value, weight.layout, key)
+
+
+def _rewrites_values(module: nn.Module, *, is_root: bool) -> bool:
+    """Whether code of the user's may change values for this module, or for those in it, when its turn to load comes: a
+    vocabulary that is padded, an older layout of a weight."""
+    hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+    if is_root:  # what comes before our hook has been done
+        hooks = hooks[hooks.index(_check_before_any_change) :]
+    elif not type(module)._load_from_state_dict.__module__.startswith("torch.nn."):
+        return True
+    return any(hook not in (_check_before_any_change, _take_own_rows) for hook in hooks)
 
 
 def _take_own_rows(

@@ -212,6 +212,49 @@ def test_what_does_not_fit_is_refused_before_anything_changes(ranks):
     ranks(2).run(_refused)
 
 
+class _Padded(nn.Embedding):
+    """Files have 6 rows, the model 8: a hook pads what is loaded."""
+
+    def __init__(self):
+        super().__init__(8, 4)
+        self._register_load_state_dict_pre_hook(self._pad)
+
+    def _pad(self, state_dict, prefix, *_):
+        value = state_dict[prefix + "weight"]
+        if len(value) == 6:
+            state_dict[prefix + "weight"] = torch.cat([value, torch.zeros(2, 4)])
+
+
+class _Turned(nn.Linear):
+    """Older files have its weight the other way round."""
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        if state_dict[prefix + "weight"].shape == (self.in_features, self.out_features):
+            state_dict[prefix + "weight"] = state_dict[prefix + "weight"].t()
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _rewritten():
+    def build():
+        return nn.Sequential(_Padded(), nn.Sequential(_Turned(4, 6)))
+
+    plain, sharded = build(), build()
+    gtp.shard_model(sharded, dist.group.WORLD)
+    sent = {"0.weight": torch.randn(6, 4), "1.0.weight": torch.randn(4, 6), "1.0.bias": torch.randn(6)}
+    for value in sent.values():
+        dist.broadcast(value, 0)
+    for model in (plain, sharded):
+        model.load_state_dict(dict(sent))
+    assert_same_state(sharded, plain)
+    with pytest.raises(GTPValueError, match=r"0\.weight: the state dict holds shape \(5, 4\)"):
+        sharded.load_state_dict({**sent, "0.weight": torch.zeros(5, 4)})
+
+
+def test_values_that_a_modules_own_code_rewrites_are_looked_at_when_that_has_run(ranks):
+    """C34: a padded vocabulary, an older layout of a weight. They were refused for what they were before."""
+    ranks(2).run(_rewritten)
+
+
 def _after_load():
     plain, sharded = pair(config=gtp.GTPConfig(keep_bytes=1 << 20))
     optimizers = [[torch.optim.SGD(m.parameters(), lr=0.1)] for m in (plain, sharded)]

@@ -44,6 +44,37 @@ def test_parameters_that_are_tied_through_their_memory_alone_are_refused(ranks):
     ranks(2).run(_tied_by_memory)
 
 
+def _kept_elsewhere():
+    for keep in (
+        lambda layer: setattr(layer, "top", layer.weight[:4]),
+        lambda layer: setattr(layer, "parts", [layer.weight.detach()[4:]]),
+        lambda layer: setattr(layer, "parts", {"transposed": layer.weight.data.t()}),
+    ):
+        model = nn.Sequential(nn.Linear(8, 8), Conv1D())
+        keep(model[1])
+        _refused(model, gtp.GTPValueError, r"1\.(weight|top|parts\[.*\]) and .*over the same memory", unshard="*")
+    model[1].parts = [model[1].weight, model[1].bias, model[1].weight.detach().clone()]  # the objects, and a copy
+    gtp.shard_model(model, dist.group.WORLD, unshard="*")
+    assert model[1].parts[0] is model[1].weight
+
+
+def test_views_of_weights_that_a_module_keeps_are_refused(ranks):
+    """They went on showing the weight as it was at sharding; gradients of them went nowhere."""
+    ranks(2).run(_kept_elsewhere)
+
+
+def _gradients():
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    model[0].requires_grad_(False)
+    model(torch.full((4, 8), float(rank()))).sum().backward()
+    _refused(model, gtp.GTPStateError, r"1\.weight: it holds a gradient.*zero_grad")
+
+
+def test_gradients_of_before_are_refused_on_replicated_parameters_too(ranks):
+    """They were each rank's own, and ranks came apart at the next step."""
+    ranks(2).run(_gradients)
+
+
 def _side_by_side_in_one_buffer():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False))
     flat, columns = torch.randn(8 * 8 + 8), torch.randn(4, 16)

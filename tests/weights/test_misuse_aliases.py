@@ -161,6 +161,8 @@ def _set():
         with pytest.raises(gtp.UnsupportedError, match=r"set_ with a storage"):
             weight.set_(torch.ones(8, 8).untyped_storage())
         assert weight.set_(torch.ones(weight.layout.shard_shape)) is weight
+    with pytest.raises(gtp.GTPValueError, match=r"weight: \.grad of a sharded weight is this rank's rows.*shard_slice"):
+        weight.grad = torch.ones(16, 8)
     assert torch.equal(layer(x), torch.full((1, 8), 8.0))
 
 

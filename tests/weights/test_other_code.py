@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import gtp
-from gtp.testing.ranks import rank
+from gtp.testing.ranks import rank, subgroup
 from tests.reference import assert_same_parameters
 from tests.weights.side_by_side import SideBySide, inputs
 from tests.weights.unshard_kinds import Conv1D
@@ -131,3 +131,25 @@ def _divided():
 def test_an_optimizer_that_broadcasts_parameters_is_refused(ranks):
     """C91: its first step wrote one rank's rows over the other ranks'."""
     ranks(2).run(_divided)
+
+
+def _broadcast():
+    twins = SideBySide(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    twins.backward(inputs(0, 4, 8))
+    weight = twins.sharded[0].weight
+    alone = [subgroup((r,)) for r in range(2)][rank()]
+    for rows in (weight, weight.data, weight.grad):
+        with pytest.raises(
+            gtp.UnsupportedError, match=r"'0\.weight'.*broadcast over ranks that hold other rows.*\.shard"
+        ):
+            dist.broadcast(rows, 0)
+        with pytest.raises(gtp.UnsupportedError, match=r"'0\.weight'.*all_reduce needs the full weight"):
+            dist.all_reduce(rows)
+        with torch.no_grad():
+            dist.broadcast(rows, rank(), group=alone)  # of replicas, say
+    twins.update()
+
+
+def test_collectives_over_ranks_with_other_rows_are_refused(ranks):
+    """C65: as in a loop that made ranks equal, or averaged gradients, by hand."""
+    ranks(2).run(_broadcast)
