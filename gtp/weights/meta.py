@@ -93,6 +93,7 @@ def _fill(
 def _replace_everywhere(model: nn.Module, choice: Choice, parameter: nn.Parameter) -> None:
     """A meta parameter cannot be re-pointed to a real device: put the new object in all of its places."""
     old = choice.parameter
+    vars(parameter).update(vars(old))  # what users wrote on it
     for module in model.modules():
         for attribute, held in module._parameters.items():
             if held is old:

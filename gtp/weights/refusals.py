@@ -42,7 +42,7 @@ def refuse_parameters(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     """
     Raises:
         GTPValueError: a parameter has no shape yet, or is distributed by another library.
-        GTPStateError: it is sharded already, or belongs to another sharded model.
+        GTPStateError: it is sharded already, belongs to another sharded model, or has hooks on the meta device.
     """
     for name, parameter in parameters:
         if nn.parameter.is_lazy(parameter):
@@ -69,6 +69,11 @@ def refuse_parameters(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
                 "more ranks"
             )
         refuse_tensor_class(name, parameter)
+        if parameter.is_meta and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+            raise GTPStateError(
+                f"{name}: a gradient hook is registered on it while it is on the meta device, and gtp.shard_model puts "
+                "another object in its place. Register hooks after gtp.shard_model"
+            )
 
 
 def refuse_tensor_class(name: str, tensor: torch.Tensor) -> None:

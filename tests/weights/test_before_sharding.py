@@ -120,6 +120,26 @@ def test_hooks_that_were_registered_before_run_as_later_ones_do_or_are_refused(r
     ranks(size).run(_hooks)
 
 
+def _on_meta():
+    def build():
+        with torch.device("meta"):
+            return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        model = build()
+        getattr(model[1].weight, register)(lambda _: None)
+        _refused(model, gtp.GTPStateError, r"1\.weight: a gradient hook.*meta device.*after gtp\.shard_model")
+    model = build()
+    model[0].weight.decay, model[1].bias.decay = 0.1, 0.0
+    gtp.shard_model(model, dist.group.WORLD)
+    return type(model[0].weight).__name__, model[0].weight.decay, model[1].bias.decay
+
+
+def test_attributes_of_meta_parameters_go_on_and_hooks_are_refused(ranks):
+    """Both were lost with the object."""
+    assert ranks(2).run(_on_meta) == [("GTPWeight", 0.1, 0.0)] * 2
+
+
 class _Own(nn.Parameter):
     """Somebody's parameter."""
 
