@@ -198,11 +198,10 @@ class Wrapping:
         *,
         grouped: bool,
     ) -> list[MegatronGTPWeight]:
-        config = building.model_config(self._config, _per_token_loss(module))
         root = building.root_under_construction(module)
         for owner in (root, module):
             refuse_settings(getattr(owner, "config", None))
-        runtime = building.runtime_for(root, config, group, shards[0][1].device)
+        runtime = building.runtime_for(root, self._config, group, shards[0][1].device)
         if grouped:
             weights = building.adopt(root, module, names, shards, runtime, group)
             for weight in weights:
@@ -270,7 +269,3 @@ def _refuse_cpu_initialization(module: nn.Module) -> None:
 
 def _grouped_names(module: Any) -> list[str]:
     return list(getattr(module, "weight_names", None) or [f"weight{i}" for i in range(module.num_gemms)])
-
-
-def _per_token_loss(module: nn.Module) -> bool:
-    return bool(getattr(getattr(module, "config", None), "calculate_per_token_loss", False))

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gtp.config import GTPConfig
 from gtp.errors import GTPStateError, GTPValueError, MissingExtraError, UnsupportedError
-from gtp.megatron import checkpoint, foreign, frozen, refusals, saved_tensors, tp_linear, whole_matrix
+from gtp.megatron import checkpoint, foreign, frozen, refusals, replicated, saved_tensors, tp_linear, whole_matrix
 from gtp.megatron.api import names_behind_the_flag
 from gtp.megatron.surface import API, BOUND_AT_IMPORT, WRAPPED, WRAPPED_METHODS
 from gtp.ops.collective_backends import BackendName
@@ -112,7 +112,7 @@ def _replacements(
         planned += [(holder, entry.name, wrapped) for holder in holders]
     methods = {(method.module, method.name) for method in WRAPPED_METHODS}
     method_wrappers: dict[str, Callable[[Any], Any]] = {}
-    for room in (checkpoint, refusals, whole_matrix):
+    for room in (checkpoint, refusals, replicated, whole_matrix):
         method_wrappers |= room.METHOD_WRAPPERS
     if tp_gemm_backend is not None:
         own = tp_linear.method_wrappers(tp_gemm_backend)

@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import nn
 
 from gtp.config import GTPConfig
-from gtp.megatron.experts import balance_expert_gradients, gtp_axes
+from gtp.megatron.experts import balance_expert_gradients, gtp_axes, per_token_loss
 from gtp.megatron.param_sync import wait_for_param_sync
+from gtp.megatron.refusals import refuse_settings
 from gtp.megatron.tied import accept_supplied_weights
 from gtp.megatron.weight import MegatronGTPWeight
 from gtp.runtime.runtime import GTPRuntime
@@ -68,7 +69,7 @@ def runtime_for(
     runtime = root.__dict__.get(_ATTRIBUTE)
     if runtime is None:
         transport, reason = choose_transport(config, _gtp_groups(process_group), device)
-        runtime = GTPRuntime(config, transport, device, reason)
+        runtime = GTPRuntime(model_config(config, root), transport, device, reason)
         # hooks in order: what completes the model and its shards comes before the forward begins for the runtime
         root.__dict__[_COMPLETION] = completion = _Completion(root)
         root.register_forward_pre_hook(lambda module, args: completion())
@@ -133,12 +134,16 @@ def _mark_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
 
 
 def complete(root: nn.Module) -> None:
-    """The model is built: weights get their names, expert gradients their scale, tied output layers their weight.
+    """The model is built: weights get their names, gradients their scale, tied output layers their weight.
 
     Raises:
-        UnsupportedError, GTPValueError: it holds axes that cannot work.
+        UnsupportedError, GTPValueError: it holds axes that cannot work, or its configs a setting that is not served.
     """
+    for module in root.modules():  # configs were looked at when weights were handed over, and may have changed since
+        refuse_settings(getattr(module, "config", None))
     accept_supplied_weights(root)
+    runtime = root.__dict__[_ATTRIBUTE]
+    runtime.config = model_config(runtime.config, root)
     balance_expert_gradients(root)
     for name, weight in root.named_parameters():
         if isinstance(weight, MegatronGTPWeight):
@@ -148,7 +153,7 @@ def complete(root: nn.Module) -> None:
             if handle.position == 0:
                 others = len(handle.group.members) - 1
                 handle.group.name = name if others == 0 else f"{name} (+{others})"
-    _look_a_block_ahead(root.__dict__[_ATTRIBUTE])
+    _look_a_block_ahead(runtime)
 
 
 def _look_a_block_ahead(runtime: GTPRuntime) -> None:
@@ -180,6 +185,6 @@ class _Completion:
             self._root = None
 
 
-def model_config(config: GTPConfig, per_token_loss: bool) -> GTPConfig:
+def model_config(config: GTPConfig, root: nn.Module) -> GTPConfig:
     """The settings of one model: its loss normalization decides whether gradients are averaged or added."""
-    return dataclasses.replace(config, grad_reduce="sum" if per_token_loss else "mean")
+    return dataclasses.replace(config, grad_reduce="sum" if per_token_loss(root) else "mean")

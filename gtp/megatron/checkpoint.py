@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from gtp.errors import UnsupportedError
 from gtp.megatron.weight import MegatronGTPWeight
 
 
@@ -189,8 +190,38 @@ def _in_proj(original: Callable[..., Any]) -> Callable[..., Any]:
     return sharded_state_dict
 
 
+def _each_in_its_own_file(original: Callable[..., None]) -> Callable[..., None]:
+    """Before `save_parameter_state` of optimizers: a file of the state of one group of replicas, named by the caller.
+
+    Ranks of a GTP axis are not replicas, and each writes the state of its shards.
+    """
+
+    @functools.wraps(original)
+    def save_parameter_state(optimizer: Any, filename: str) -> None:
+        chunks = getattr(optimizer, "model_chunks", ())
+        weights = [p for chunk in chunks for p in chunk.parameters() if isinstance(p, MegatronGTPWeight)]
+        for group in dict.fromkeys(weight.group for weight in weights):
+            names: list[Any] = [None] * group.size()
+            dist.all_gather_object(names, str(filename), group=group)
+            if len(set(names)) < len(names):
+                raise UnsupportedError(
+                    f"save_parameter_state({str(filename)!r}): ranks {dist.get_process_group_ranks(group)} hold the "
+                    "state of different shards and would write it to one file. Give the name of each a part of its "
+                    "own, such as its rank, or save with megatron.core.dist_checkpointing, whose files any layout can "
+                    "load (--ckpt-format torch_dist)"
+                )
+        original(optimizer, filename)
+
+    return save_parameter_state
+
+
 METHOD_WRAPPERS: Final[Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = MappingProxyType(
-    {"MambaMixer.sharded_state_dict": _in_proj, "_GDNBase.sharded_state_dict": _in_proj}
+    {
+        "MambaMixer.sharded_state_dict": _in_proj,
+        "_GDNBase.sharded_state_dict": _in_proj,
+        "DistributedOptimizer.save_parameter_state": _each_in_its_own_file,
+        "ChainedOptimizer.save_parameter_state": _each_in_its_own_file,
+    }
 )
 """Method of Megatron to what makes its replacement from it."""
 

@@ -33,7 +33,7 @@ def balance_expert_gradients(root: nn.Module) -> None:
             refuse_overlapping_axes(name, weight)
     experts = list(_expert_parameters(root))
     sizes = [group.size() if group is not None else 1 for group in (dense, expert)]
-    if not experts or sizes[0] == sizes[1] or _per_token_loss(root):
+    if not experts or sizes[0] == sizes[1] or per_token_loss(root):
         return
     factor = sizes[1] / sizes[0]
     for name, parameter in experts:
@@ -95,8 +95,11 @@ def _expert_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield name, parameter
 
 
-def _per_token_loss(root: nn.Module) -> bool:
-    return any(getattr(getattr(m, "config", None), "calculate_per_token_loss", False) for m in root.modules())
+def per_token_loss(model: nn.Module) -> bool:
+    """`calculate_per_token_loss` of the config that Megatron's DistributedDataParallel and schedules go by: that of the
+    model itself, whatever its parts have; of a model without one, any."""
+    owners = [model] if hasattr(model, "config") else model.modules()
+    return any(getattr(getattr(owner, "config", None), "calculate_per_token_loss", False) for owner in owners)
 
 
 def _fuses_wgrads(root: nn.Module) -> bool:

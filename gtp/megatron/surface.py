@@ -165,6 +165,9 @@ WRAPPED_METHODS: Final = (
     WrappedMethod(
         "TorchFullyShardedDataParallel.__init__", "megatron.core.distributed.torch_fully_sharded_data_parallel"
     ),
+    WrappedMethod("DistributedDataParallel.broadcast_params", "megatron.core.distributed.distributed_data_parallel"),
+    WrappedMethod("DistributedOptimizer.save_parameter_state", "megatron.core.optimizer.distrib_optimizer"),
+    WrappedMethod("ChainedOptimizer.save_parameter_state", "megatron.core.optimizer.optimizer"),
     WrappedMethod("MambaMixer.sharded_state_dict", "megatron.core.ssm.mamba_mixer"),
     WrappedMethod("_GDNBase.sharded_state_dict", "megatron.core.ssm.gated_delta_net.common"),
 )

@@ -15,6 +15,7 @@ from gtp.errors import GTPStateError, UnsupportedError
 from gtp.megatron import building
 from gtp.megatron.foreign import modules_of_experts, refuse_foreign_in
 from gtp.megatron.refusals import refuse_settings
+from gtp.megatron.replicated import broadcast, broadcast_replicated
 from gtp.megatron.tied import accept_supplied_weight
 from gtp.megatron.weight import MegatronGTPWeight
 from gtp.runtime.runtime import GTPRuntime
@@ -57,12 +58,11 @@ def swap_parameters(model: nn.Module) -> GTPRuntime:
     _check(model, layers)
     for module in model.modules():
         refuse_settings(getattr(module, "config", None))
-    config = building.model_config(installed.config, _per_token_loss(layers))
     device = building.device_for(next(model.parameters()), layers[0].group)
-    runtime = building.runtime_for(model, config, layers[0].group, device)
+    runtime = building.runtime_for(model, installed.config, layers[0].group, device)
     for layer in layers:
-        _shard(model, layer, runtime, config)
-    _broadcast_replicated(model, groups.gtp_remat, groups.expt_gtp_remat)
+        _shard(model, layer, runtime, installed.config)
+    broadcast_replicated(model)
     _broadcast_buffers(model, groups.gtp_remat, groups.expt_gtp_remat, device)
     _announce(model, groups.gtp_remat, groups.expt_gtp_remat)
     return runtime
@@ -148,18 +148,10 @@ def _shard(root: nn.Module, layer: _Layer, runtime: GTPRuntime, config: GTPConfi
     if isinstance(layer.weight, MegatronGTPWeight):
         return  # tied to one that was swapped a moment ago
     full = layer.weight.detach().contiguous()
-    _broadcast(full, layer.group)
+    broadcast(full, layer.group)
     layout = ShardLayout(tuple(full.shape), layer.group.size(), layer.group.rank(), config.alignment)
     shard = take_shard(full, layout, building.device_for(full, layer.group))
     building.adopt(root, module, ["weight"], [(layout, shard)], runtime, layer.group)
-
-
-def _broadcast_replicated(model: nn.Module, dense: dist.ProcessGroup | None, expert: dist.ProcessGroup | None) -> None:
-    for parameter in model.parameters():
-        if not isinstance(parameter, MegatronGTPWeight):
-            group = dense if getattr(parameter, "allreduce", True) else expert
-            if group is not None and group.size() > 1:
-                _broadcast(parameter.detach(), group)
 
 
 def _broadcast_buffers(
@@ -174,10 +166,6 @@ def _broadcast_buffers(
                 broadcast_first_bytes(buffer, Axes(group), device)
 
 
-def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)
-
-
 def _announce(model: nn.Module, dense: dist.ProcessGroup | None, expert: dist.ProcessGroup | None) -> None:
     """Megatron reads the axis sizes from configs, too: for the gradient fence, and for its counts of ranks."""
     found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
@@ -189,7 +177,3 @@ def _announce(model: nn.Module, dense: dist.ProcessGroup | None, expert: dist.Pr
         config.expert_tensor_parallel_num_weight_shards = (
             config.expert_tensor_parallel_size * config.expert_gtp_weight_remat_size
         )
-
-
-def _per_token_loss(layers: Sequence[_Layer]) -> bool:
-    return bool(getattr(getattr(layers[0].module, "config", None), "calculate_per_token_loss", False))

@@ -16,7 +16,7 @@ import gtp
 from gtp.megatron.weight import MegatronGTPWeight
 from gtp.runtime.runtime import gather_now
 from tests.megatron import training
-from tests.megatron.training import Case, Job, environment, model_config
+from tests.megatron.training import Case, Job, bare_models, environment, model_config
 
 
 def _by_gemm_and_by_full_tensor() -> None:
@@ -109,3 +109,23 @@ def test_bf16_gradients_are_added_in_fp32(ranks: Any) -> None:
         for grad, dtype in ranks(4).run(_sum_of_bf16, per_token):
             assert dtype == torch.bfloat16
             assert torch.equal(grad, torch.full((4, 8), expected))
+
+
+def _normalized_otherwise_than_its_layers() -> tuple[list[float], list[float]]:
+    """Gradient norms of a model whose own config, made after its layers were built, asks for another normalization."""
+    norms = []
+    for case in (Case(per_token=True, layers=1), Case(per_token=True, layers=1, gtp=2)):
+        with environment(case):
+            config = model_config(dataclasses.replace(case, per_token=False))
+            (model,) = bare_models(case, config)
+            model.config = dataclasses.replace(config, calculate_per_token_loss=True)
+            job = Job(case, [model])
+            job.step(0)
+            norms.append(job.norms)
+    return norms[0], norms[1]
+
+
+def test_the_models_own_config_says_how_gradients_are_normalized(ranks: Any) -> None:
+    """C23: as for Megatron's DistributedDataParallel and schedules, whatever the configs of its parts say."""
+    for plain, sharded in ranks(2).run(_normalized_otherwise_than_its_layers):
+        assert abs(sharded[0] - plain[0]) < 1e-6 * plain[0]

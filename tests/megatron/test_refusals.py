@@ -84,6 +84,16 @@ class Setting:
         bare_models(case, config)
 
 
+def a_setting_after_the_model_is_built(case: Case) -> None:
+    job = Job(case)
+    job.config.delay_wgrad_compute = True
+    job.step(0)
+
+
+def one_file_for_two_shards(case: Case) -> None:
+    Job(case).optimizer.save_parameter_state("optimizer.pt")
+
+
 def counting_zeros_of_padding(case: Case) -> None:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -151,6 +161,21 @@ REFUSALS: dict[str, tuple[Case, Callable[[Case], object], str]] = {
         Case(gtp=2),
         Setting("delay_wgrad_compute", True),
         "UnsupportedError: delay_wgrad_compute=True .*would never be reduced",
+    ),
+    "set_later": (
+        Case(gtp=2, layers=1),
+        a_setting_after_the_model_is_built,
+        "UnsupportedError: delay_wgrad_compute=True .*would never be reduced",
+    ),
+    "one_file_for_two_shards": (
+        Case(gtp=2, layers=1, distributed_optimizer=True),
+        one_file_for_two_shards,
+        r"UnsupportedError: save_parameter_state\('optimizer\.pt'\): ranks \[0, 1\] hold the state of different shards",
+    ),
+    "one_file_for_two_shards_and_experts": (
+        Case(gtp=2, ep=2, experts=2, layers=1, distributed_optimizer=True),
+        one_file_for_two_shards,
+        r"UnsupportedError: save_parameter_state\('optimizer\.pt'\): .*--ckpt-format torch_dist",
     ),
     "deferred_wgrad": (
         Case(gtp=2),
