@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from gtp.errors import GTPStateError, GTPValueError
+from gtp.errors import GTPValueError
 from gtp.ops.collective_backends import BackendName, GemmBackend, gemm_backend, resolve_group
 from gtp.protocol import describe_weight, is_distributed_weight
 
@@ -205,8 +205,8 @@ def sum_gradients_over_tp(parameters: Iterable[nn.Parameter], tp_group: GroupOrM
     gradient. The parallel linears' own parameters, biases included, need none of this. One all-reduce per parameter and
     backward, before the gradient is accumulated. `gtp.shard_model` reduces it over its own axes before that.
 
-    Not for weights that `gtp.shard_model` shards: their gradients do not pass through autograd. An embedding or a head
-    is best used outside of the split sequence: see `gtp.ops.split_sequence` and `gtp.ops.gather_sequence`. Nor for
+    Not for weights that `gtp.shard_model` shards, which it refuses: their gradients do not pass through autograd. An
+    embedding or a head is best used outside of the split sequence: see `gtp.ops.split_sequence` and `gtp.ops.gather_sequence`. Nor for
     parameters that FSDP2 shards, which replaces them and with them the hooks: name them in its `ignored_params`. Copies
     (`copy.deepcopy`) and what `load_state_dict(assign=True)` puts in place are other parameters too: call it for them.
 
@@ -221,13 +221,7 @@ def sum_gradients_over_tp(parameters: Iterable[nn.Parameter], tp_group: GroupOrM
     if process_group is None or process_group.size() == 1:
         return []
 
-    def summed(grad: torch.Tensor | None) -> torch.Tensor:
-        if grad is None:
-            raise GTPStateError(
-                "sum_gradients_over_tp was called on a weight that was sharded afterwards, and whose gradient does "
-                "not pass through autograd. Leave it out, and use it outside of the split sequence "
-                "(gtp.ops.gather_sequence), or keep it replicated with gtp.shard_model(exclude=...)"
-            )
+    def summed(grad: torch.Tensor) -> torch.Tensor:
         total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, op=dist.ReduceOp.SUM, group=process_group)
         return total

@@ -114,7 +114,9 @@ def refused_hook(what: str) -> UnsupportedError:
     """The error of gradient hooks on weights, with what to use."""
     return UnsupportedError(
         f"{what} never be called, because the gradient of a sharded weight is reduced outside autograd. Use "
-        "register_post_accumulate_grad_hook, which may change weight.grad in place"
+        "register_post_accumulate_grad_hook, which may change weight.grad in place. A weight that was given to "
+        "sum_gradients_over_tp is left out there and used outside of the split sequence (gtp.ops.gather_sequence), or "
+        "kept replicated with gtp.shard_model(exclude=...)"
     )
 
 

@@ -100,11 +100,12 @@ class Machine:
         assert self._arenas[key][0].numel() == nbytes, "ranks disagree on an arena's size"
         return self._arenas[key]
 
-    def run(self, seed: int, *, starved: Collection[int] = ()) -> None:
+    def run(self, seed: int, *, ahead: int | None = None, starved: Collection[int] = ()) -> None:
         """Executes everything that is queued.
 
         Args:
             seed: Of the order.
+            ahead: A rank that runs as far as it can before any other gets a turn.
             starved: Streams that get a turn when no other may run.
         """
         order = random.Random(seed)
@@ -116,8 +117,9 @@ class Machine:
                 if any(self.queues.values()):
                     raise Deadlock(self._where())
                 return
-            others = [c for (_, stream), found in runnable.items() if stream not in starved for c in found]
-            queue, operation = order.choice(others or [c for found in runnable.values() for c in found])
+            ours = {key: found for key, found in runnable.items() if key[0] == ahead} or runnable
+            fed = [c for (_, stream), found in ours.items() if stream not in starved for c in found]
+            queue, operation = order.choice(fed or [c for found in ours.values() for c in found])
             head = queue[0]
             operation.run()
             self.executed += 1
