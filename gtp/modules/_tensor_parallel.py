@@ -206,9 +206,10 @@ def sum_gradients_over_tp(parameters: Iterable[nn.Parameter], tp_group: GroupOrM
     backward, before the gradient is accumulated. `gtp.shard_model` reduces it over its own axes before that.
 
     Not for weights that `gtp.shard_model` shards, which it refuses: their gradients do not pass through autograd. An
-    embedding or a head is best used outside of the split sequence: see `gtp.ops.split_sequence` and `gtp.ops.gather_sequence`. Nor for
-    parameters that FSDP2 shards, which replaces them and with them the hooks: name them in its `ignored_params`. Copies
-    (`copy.deepcopy`) and what `load_state_dict(assign=True)` puts in place are other parameters too: call it for them.
+    embedding or a head is best used outside of the split sequence: see `gtp.ops.split_sequence` and
+    `gtp.ops.gather_sequence`. Nor for parameters that FSDP2 shards, which replaces them and with them the hooks: name
+    them in its `ignored_params`. Copies (`copy.deepcopy`) and what `load_state_dict(assign=True)` puts in place are
+    other parameters too: call it for them.
 
     Args:
         parameters: Parameters that stay replicated, the same ones in the same order on all ranks.

@@ -150,11 +150,11 @@ def sharded_afterwards() -> None:
 
     import gtp
 
-    model = nn.Linear(4, 4, bias=False)
-    sum_gradients_over_tp(model.parameters(), dist.group.WORLD)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    sum_gradients_over_tp(model[0].parameters(), dist.group.WORLD)
     with pytest.raises(UnsupportedError, match="given to sum_gradients_over_tp is left out there"):
         gtp.shard_model(model, dist.group.WORLD)
-    gtp.shard_model(model, dist.group.WORLD, exclude=["weight"])
+    gtp.shard_model(model, dist.group.WORLD, exclude=["0.weight"])
 
 
 def test_a_weight_that_is_sharded_afterwards_is_an_error(ranks):
