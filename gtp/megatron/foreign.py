@@ -1,7 +1,7 @@
 """Layers that compute with weights nobody gathers, refused where the model is built.
 
 `watch` has torch look whenever a module becomes part of another one, so a layer of any spec, however deep, is seen the
-moment it is built, and one that is put in later when it is put in.
+moment it is built, and one that is put in later when it is put in. So are configs that ask for axes which are not up.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from gtp.errors import UnsupportedError
 from gtp.megatron.building import under_construction
 from gtp.megatron.experts import gtp_axes
+from gtp.megatron.refusals import refuse_other_axes
 from gtp.megatron.weight import MegatronGTPWeight
 
 _LINEAR: Final = re.compile(r"linear_\w+|\w+_proj")
@@ -45,10 +46,13 @@ _EXPERTS: Final = "megatron.core.transformer.moe.experts"
 
 
 def watch() -> RemovableHandle:
-    """Has every model built from now on checked, while a GTP axis is up."""
+    """Has every model built from now on checked: its configs, and while a GTP axis is up its layers."""
 
     def registered(owner: nn.Module, name: str, module: nn.Module | None) -> None:
-        if isinstance(module, nn.Module) and any(axis is not None and axis.size() > 1 for axis in gtp_axes()):
+        if not isinstance(module, nn.Module):
+            return
+        refuse_other_axes(getattr(module, "config", None))
+        if any(axis is not None and axis.size() > 1 for axis in gtp_axes()):
             # a layer that is put in later has siblings that know
             of_experts = any(map(_holds_experts, (owner, *under_construction()))) or any(
                 getattr(sibling, "is_expert", False) for sibling in owner.children()

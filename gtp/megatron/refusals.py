@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from torch import nn
 
-from gtp.errors import UnsupportedError
+from gtp.errors import GTPStateError, UnsupportedError
+from gtp.megatron.experts import gtp_axes
 from gtp.megatron.weight import MegatronGTPWeight
 
 _NO_QUANTIZED: Final = (
@@ -65,6 +66,34 @@ def refuse_settings(config: object) -> None:
         value = getattr(config, name, None)
         if value not in (None, False, "none"):
             raise UnsupportedError(f"{name}={value!r} with tensor_parallel_num_weight_shards: {why}")
+
+
+_AXES: Final = (
+    ("gtp_weight_remat_size", "tensor_parallel_num_weight_shards", "gtp_remat_size"),
+    ("expert_gtp_weight_remat_size", "expert_tensor_parallel_num_weight_shards", "expert_gtp_remat_size"),
+)
+"""Of the dense and of the expert axis: the field with the ranks a config asks for, the setting, and the argument of
+`initialize_model_parallel`."""
+
+
+def refuse_other_axes(config: object) -> None:
+    """Checks that the GTP axes a config asks for are up, since Megatron shards over the axes that are.
+
+    Args:
+        config: A `TransformerConfig`; whatever lacks the fields passes, and so do its defaults.
+
+    Raises:
+        GTPStateError: an axis has another size, and weights would be whole or sharded otherwise than asked for.
+    """
+    axes = _AXES if getattr(config, "num_moe_experts", None) else _AXES[:1]
+    for (field, setting, argument), axis in zip(axes, gtp_axes(), strict=False):
+        asked, found = getattr(config, field, 1), axis.size() if axis is not None else 1
+        if asked not in (1, found):
+            raise GTPStateError(
+                f"{setting}={getattr(config, setting)} asks for a GTP axis of {asked} ranks, and there is one of "
+                f"{found}, over which Megatron would shard. Call parallel_state.initialize_model_parallel("
+                f"{argument}={asked}) before the model is built"
+            )
 
 
 def _known_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -84,6 +85,16 @@ class Setting:
         bare_models(case, config)
 
 
+class Asking:
+    """Builds a model whose config asks for other axes than are up."""
+
+    def __init__(self, **axes: int) -> None:
+        self.axes = axes
+
+    def __call__(self, case: Case) -> None:
+        bare_models(case, model_config(dataclasses.replace(case, **self.axes)))
+
+
 def a_setting_after_the_model_is_built(case: Case) -> None:
     job = Job(case)
     job.config.delay_wgrad_compute = True
@@ -161,6 +172,22 @@ REFUSALS: dict[str, tuple[Case, Callable[[Case], object], str]] = {
         Case(gtp=2),
         Setting("delay_wgrad_compute", True),
         "UnsupportedError: delay_wgrad_compute=True .*would never be reduced",
+    ),
+    "no_axis": (
+        Case(layers=1),
+        Asking(gtp=2),
+        r"GTPStateError: tensor_parallel_num_weight_shards=2 asks for a GTP axis of 2 ranks, and there is one of 1, .*"
+        r"initialize_model_parallel\(gtp_remat_size=2\)",
+    ),
+    "a_shorter_axis": (
+        Case(gtp=2, layers=1),
+        Asking(gtp=4),
+        "GTPStateError: tensor_parallel_num_weight_shards=4 asks for a GTP axis of 4 ranks, and there is one of 2",
+    ),
+    "no_axis_for_experts": (
+        Case(gtp=2, experts=2, layers=1),
+        Asking(egtp=2),
+        r"GTPStateError: expert_tensor_parallel_num_weight_shards=2 .*\(expert_gtp_remat_size=2\)",
     ),
     "set_later": (
         Case(gtp=2, layers=1),
