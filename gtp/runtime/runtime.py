@@ -29,7 +29,7 @@ from gtp.runtime.replicated import ReplicatedGradients
 from gtp.runtime.residency import Gatherer
 from gtp.runtime.schedule import Phase, Schedule
 from gtp.runtime.stats import RuntimeStats
-from gtp.runtime.tracing import dispatch_modes, fx_tracer, jit_trace, refuse_tracing
+from gtp.runtime.tracing import dispatch_modes, fx_trace, jit_trace, refuse_tracing
 from gtp.runtime.transport import Transport
 
 _log = logging.getLogger("gtp")
@@ -162,7 +162,7 @@ class GTPRuntime:
         """
         if group.size == 1:
             return [m.shard.to(group.compute_dtype)[: m.rows] for m in group.members]
-        if dispatch_modes() or jit_trace() is not None or fx_tracer._is_fx_tracing_flag:
+        if dispatch_modes() or jit_trace() is not None or fx_trace():
             refuse_tracing(group.name)
         task = self._ready()
         inside = True

@@ -16,8 +16,8 @@ jit_trace: Callable[[], Any] = torch._C._get_tracing_state
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """How many modes see every operation of torch: those of users, which only look on, and those of tracers."""
 
-fx_tracer = torch.fx._symbolic_trace
-"""Its `_is_fx_tracing_flag` says whether symbolic tracing is going on. Read as it is: a call per gather is seen."""
+fx_trace: Callable[[], bool] = torch.fx._symbolic_trace.is_fx_symbolic_tracing
+"""Whether `torch.fx.symbolic_trace` is recording. Where it keeps that differs between releases of torch."""
 
 _TRACERS = (
     (torch._C._TorchDispatchModeKey.PROXY, "make_fx or torch.export"),
@@ -26,7 +26,7 @@ _TRACERS = (
 
 
 def refuse_tracing(what: str) -> None:
-    """To be called where `jit_trace`, `dispatch_modes` or `fx_tracer` answer something, before a weight is gathered.
+    """To be called where `jit_trace`, `dispatch_modes` or `fx_trace` answer something, before a weight is gathered.
 
     Raises:
         UnsupportedError: the forward is being traced.
@@ -34,7 +34,7 @@ def refuse_tracing(what: str) -> None:
     tracers = [name for key, name in _TRACERS if torch._C._get_dispatch_mode(key) is not None]
     if jit_trace() is not None:
         tracers.append("torch.jit.trace")
-    if not tracers and fx_tracer._is_fx_tracing_flag:  # which tracers above use
+    if not tracers and fx_trace():  # which tracers above use
         tracers.append("torch.fx.symbolic_trace")
     if tracers:
         raise UnsupportedError(
