@@ -1,8 +1,8 @@
 """Settings of Megatron that gtp does not serve, refused by name where they are first seen.
 
 Those of a model when its first weight is handed over, settings of an optimizer when it is made: `WRAPPERS` stand before
-two functions that every optimizer of Megatron comes from. `METHOD_WRAPPERS` stand before what would shard the shards
-once more. Layers that cannot work: `gtp.megatron.foreign`.
+two functions that every optimizer of Megatron comes from, and before the planning of copies between models.
+`METHOD_WRAPPERS` stand before what would shard the shards once more. Layers that cannot work: `gtp.megatron.foreign`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import nn
 from gtp.errors import GTPStateError, UnsupportedError
 from gtp.megatron.experts import gtp_axes
 from gtp.megatron.weight import MegatronGTPWeight
+from gtp.weights.layout import ShardLayout
 
 _NO_QUANTIZED: Final = (
     "gtp gathers Megatron's weights in their own dtype and does not quantize them. Train in bf16, or leave gtp out and "
@@ -156,6 +157,30 @@ def _not_sharded_already(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
+def _shards_alike(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Before `build_local_reshard_plan` of `megatron.core.resharding`, which takes a rank's rows for its TP slice."""
+
+    @functools.wraps(original)
+    def plan(src_module: nn.Module | None, dst_module: nn.Module | None, *args: Any, **options: Any) -> Any:
+        source, target = _layouts(src_module), _layouts(dst_module)
+        for name in sorted(source.keys() | target.keys()):
+            if source.get(name) != target.get(name):
+                raise UnsupportedError(
+                    f"swap_model_weights of megatron.core.resharding: {name} is sharded by "
+                    "tensor_parallel_num_weight_shards otherwise in the source than in the target, or in one of them "
+                    "only, and rows would be taken for other rows. Copy between models of one layout, or through "
+                    "megatron.core.dist_checkpointing, whose files any layout can load"
+                )
+        return original(src_module, dst_module, *args, **options)
+
+    return plan
+
+
+def _layouts(module: nn.Module | None) -> dict[str, ShardLayout]:
+    named = module.named_parameters() if module is not None else ()
+    return {name: p.layout for name, p in named if isinstance(p, MegatronGTPWeight)}
+
+
 def _sharded(
     param_groups: Iterable[Mapping[str, Any]], model_chunks: Iterable[nn.Module]
 ) -> Iterator[tuple[str, MegatronGTPWeight]]:
@@ -171,6 +196,7 @@ WRAPPERS: Final[Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]
     {
         "_create_emerging_optimizer": _known_optimizer,
         "_get_megatron_optimizer_based_on_param_groups": _countable_zeros,
+        "build_local_reshard_plan": _shards_alike,
     }
 )
 """Name of a function of Megatron to what makes its replacement from it."""

@@ -156,6 +156,11 @@ WRAPPED: Final = (
     Wrapped("_create_emerging_optimizer", "megatron.core.optimizer.emerging_optimizers", ("megatron.core.optimizer",)),
     Wrapped("_get_megatron_optimizer_based_on_param_groups", "megatron.core.optimizer", ()),
     Wrapped("_get_megatron_emerging_optimizer", "megatron.core.optimizer", ()),
+    Wrapped(
+        "build_local_reshard_plan",
+        "megatron.core.resharding.planner",
+        ("megatron.core.resharding", "megatron.core.resharding.refit"),
+    ),
 )
 
 WRAPPED_METHODS: Final = (

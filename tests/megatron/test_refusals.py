@@ -85,6 +85,14 @@ class Setting:
         bare_models(case, config)
 
 
+def copied_into_another_layout(case: Case) -> None:
+    from megatron.core.resharding import build_local_reshard_plan
+
+    (source,) = bare_models(case, model_config(case))
+    (target,) = bare_models(case, model_config(dataclasses.replace(case, hidden=16)))
+    build_local_reshard_plan(source, target)
+
+
 class Asking:
     """Builds a model whose config asks for other axes than are up."""
 
@@ -172,6 +180,11 @@ REFUSALS: dict[str, tuple[Case, Callable[[Case], object], str]] = {
         Case(gtp=2),
         Setting("delay_wgrad_compute", True),
         "UnsupportedError: delay_wgrad_compute=True .*would never be reduced",
+    ),
+    "resharding": (
+        Case(gtp=2, layers=1),
+        copied_into_another_layout,
+        r"UnsupportedError: swap_model_weights of megatron\.core\.resharding: .*megatron\.core\.dist_checkpointing",
     ),
     "no_axis": (
         Case(layers=1),
