@@ -103,11 +103,9 @@ def _shown(places: Sequence[_Place]) -> Iterator[None]:
     distinct = list({id(weight): weight for _, _, weight in found}.values())
     before = [attributes.get(name) for attributes, name, _ in found]
     with WholeWeights(distinct) as full:
-        of = {id(weight): tensor for weight, tensor in zip(distinct, full, strict=True)}
+        of = {id(weight): _as_parameter(weight, tensor) for weight, tensor in zip(distinct, full, strict=True)}
         checked = [pair for pair in zip(distinct, full, strict=True) if pair[0].runtime.config.debug]
-        for weight, tensor in zip(distinct, full, strict=True):
-            vars(tensor).update(weight.attributes_of_users())
-        del full, tensor
+        del full
         try:
             for attributes, name, weight in found:
                 attributes[name] = of[id(weight)]
@@ -119,6 +117,12 @@ def _shown(places: Sequence[_Place]) -> Iterator[None]:
             checked.clear()
             for (attributes, name, _), earlier in zip(found, before, strict=True):
                 _put(attributes, name, earlier)
+
+
+def _as_parameter(weight: GTPWeight, full: torch.Tensor) -> torch.Tensor:
+    """The full weight, with what users wrote on the parameter."""
+    vars(full).update(weight.attributes_of_users())
+    return full
 
 
 def _put(attributes: dict[str, Any], name: str, earlier: torch.Tensor | None) -> None:

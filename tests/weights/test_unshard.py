@@ -243,8 +243,8 @@ class Token(nn.Module):
         return x if getattr(self, "token", None) is None else x + self.token
 
 
-def _taken_away(how):
-    twins = SideBySide(lambda: nn.Sequential(nn.Linear(8, 8), Token()), unshard="*", optimizer=None)
+def _taken_away(how, unshard):
+    twins = SideBySide(lambda: nn.Sequential(nn.Linear(8, 8), Token()), unshard=unshard, optimizer=None)
     twins.backward(inputs(0, 10, 8))
     for model in (twins.plain, twins.sharded):
         model.zero_grad()
@@ -256,9 +256,10 @@ def _taken_away(how):
     assert "token" not in vars(twins.sharded[1])
 
 
+@pytest.mark.parametrize("unshard", ["*", "1.token"], ids=["one of two", "the only one"])
 @pytest.mark.parametrize("how", ["deleted", "none"])
-def test_parameters_may_be_taken_away_later(ranks, how):
-    ranks(2).run(_taken_away, how)
+def test_parameters_may_be_taken_away_later(ranks, how, unshard):
+    ranks(2).run(_taken_away, how, unshard)
 
 
 class Transformed(nn.Module):
