@@ -51,24 +51,32 @@ def refuse_asker(name: str, args: tuple[Any, ...]) -> None:
         )
 
 
-def refuse_collective(shard: LocalShard) -> None:
-    """To be called by the method `is_complex`, which `torch.distributed.broadcast` and its like call. What asks
-    `__torch_function__`, as `all_reduce` does, is refused there.
+def refuse_collective(shard: LocalShard, name: str, group: dist.ProcessGroup | None) -> None:
+    """To be called before a collective of torch takes the memory of the shard.
 
     Raises:
         UnsupportedError: it is about to run over ranks that hold other rows of the weight.
     """
-    caller = sys._getframe(2)
-    if caller.f_globals.get("__name__") != dist.distributed_c10d.__name__:
-        return
-    group = caller.f_locals.get("group") or dist.group.WORLD
-    ranks = set(dist.get_process_group_ranks(group))
+    ranks = set(dist.get_process_group_ranks(group or dist.group.WORLD))
     if len(ranks.intersection(dist.get_process_group_ranks(shard.origin.process_group))) > 1:
         raise UnsupportedError(
-            f"{shard.label} was given to torch.distributed.{caller.f_code.co_name} over ranks that hold other rows of "
+            f"{shard.label} was given to torch.distributed.{name} over ranks that hold other rows of "
             "the weight: they would get each other's. gtp.shard_model makes ranks equal, and gradients are reduced in "
             "backward. The whole is .full_tensor(); for this rank's rows as plain memory take .shard"
         )
+
+
+def is_collective(func: Any) -> bool:
+    """Whether it is one of `torch.distributed`'s, of those that ask `__torch_function__`."""
+    return getattr(func, "__module__", "") == dist.distributed_c10d.__name__
+
+
+def refuse_asking_collective(shard: LocalShard) -> None:
+    """As `refuse_collective`; to be called by the method `is_complex`, which collectives call that do not ask
+    `__torch_function__`: before torch 2.14 `torch.distributed.broadcast` is one."""
+    caller = sys._getframe(2)
+    if caller.f_globals.get("__name__") == dist.distributed_c10d.__name__:
+        refuse_collective(shard, caller.f_code.co_name, caller.f_locals.get("group"))
 
 
 def _calls(module: str, name: str) -> bool:

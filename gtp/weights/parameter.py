@@ -342,7 +342,7 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
                     "padding"
                 )
             plain = grad.detach().as_subclass(torch.Tensor)
-            if grad.shape == self.origin.shape and self.origin.has_padding:
+            if self.origin.has_padding:
                 plain[self.handle.layout.valid_rows :].zero_()
             _set_grad(self, self.local_state(plain))
             mark = mark_of(grad)

@@ -17,7 +17,7 @@ import torch
 from gtp.errors import GTPValueError, UnsupportedError
 from gtp.ops._common import refused_transform
 from gtp.runtime.held import note_zeroing
-from gtp.weights.askers import ASKED, refuse_asker, transform_level
+from gtp.weights.askers import ASKED, is_collective, refuse_asker, refuse_collective, transform_level
 from gtp.weights.norms import foreach_norm, vector_norm
 from gtp.weights.shard_tensor import LocalShard, past_torch_function
 
@@ -115,6 +115,10 @@ def apply(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
     if name == "__setitem__" and _is_mask(args[1], shard):  # `rows[rows > 0] = 1`
         return _written(name, args, kwargs, shards, func)
     base = name.rstrip("_") if not name.endswith("__") else name
+    if base not in ELEMENTWISE and is_collective(func):
+        for each in shards:
+            refuse_collective(each, name, kwargs.get("group"))
+        return _call_writing(func, name, args, kwargs, shards)
     if (base not in ELEMENTWISE and base not in _VIEWS) or _makes_graph(name, args, kwargs, shards):
         raise needs_full(func, name, shard)
     if base == "where" and len(args) + len(kwargs) == 1:  # indices of nonzero elements, which would be this rank's

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from gtp.errors import GTPStateError, GTPValueError, UnsupportedError
 from gtp.runtime.runtime import gather_now
-from gtp.weights.askers import refuse_collective
+from gtp.weights.askers import refuse_asking_collective
 from gtp.weights.layout import ShardLayout
 
 # What torch does to values of state dicts without looking at them: copies, moves, empty ones to load into.
@@ -166,7 +166,7 @@ class LocalShard(CheckpointableShard):
 
     def is_complex(self) -> bool:
         """Asked by collectives of torch, just before they take the memory of the shard."""
-        refuse_collective(self)
+        refuse_asking_collective(self)
         return bool(past_torch_function(torch.Tensor.is_complex, (), (self,)))
 
     def __format__(self, spec: str) -> str:
