@@ -49,8 +49,7 @@ def save(
 
     Args:
         path: A folder that all ranks see. Take a new one for each checkpoint: an interrupted save over an old
-        checkpoint
-            leaves neither.
+            checkpoint leaves neither.
         model: Sharded or plain.
         optimizer: One or several optimizers of the model.
         process_group: The ranks that take part, all that hold a part of the model. Default: all ranks.
@@ -59,7 +58,8 @@ def save(
 
     Raises:
         GTPValueError: an extra is named like a part of the file, the optimizer holds a stranger, or different sets of
-            ranks hold weights of one name.
+            ranks hold weights of one name, rows of a weight or of its optimizer state are missing, or the ranks did not
+            write to one folder.
         UnsupportedError: optimizer state that cannot be split by rows.
     """
     from torch.distributed.checkpoint import save as dcp_save
@@ -69,15 +69,19 @@ def save(
     if reserved:
         raise GTPValueError(f"gtp.checkpoint.save: {reserved[0]!r} names a part of every checkpoint; rename this extra")
     agree(held_weights(model), "save a checkpoint of")
-    require_one_owner_each(model, process_group)
     state: dict[str, Any] = {_MODEL: {plain_name(k): v for k, v in unwrapped(model).state_dict().items()}}
     if optimizer is not None:
         state[_OPTIM] = optimizer_state_dict(model, optimizer)
+    require_one_owner_each(model, state[_OPTIM]["state"] if optimizer is not None else {}, process_group)
     for name, value in extra.items():
         state[name] = value if _has_tensors(value) else (_WHOLE, value)
     dcp_save(state, checkpoint_id=path, process_group=process_group)
+    with raised_together("gtp.checkpoint.save", process_group):
+        if not dist.is_initialized() or dist.get_rank(process_group) == 0:
+            _require_files(path)
 
 
+@torch.inference_mode(False)  # state made in it could not be stepped
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -130,6 +134,25 @@ def load(
             saved_dtypes={name: entry.properties.dtype for name, entry in dtypes.items() if entry is not None},
         )
     return {name: _unwrap(target[name]) for name in extras}
+
+
+def _require_files(path: str | os.PathLike[str]) -> None:
+    """
+    Raises:
+        GTPValueError: files of other ranks are not where this rank, which wrote the table of contents, looks for them.
+    """
+    from torch.distributed.checkpoint import FileSystemReader
+
+    if "://" in os.fspath(path):
+        return  # no folder
+    names = {info.relative_path for info in FileSystemReader(path).read_metadata().storage_data.values()}
+    absent = sorted(name for name in names if not os.path.exists(os.path.join(path, name)))
+    if absent:
+        raise GTPValueError(
+            f"{os.fspath(path)}: {len(absent)} of the checkpoint's {len(names)} files, which other ranks wrote, are "
+            f"not there ({', '.join(absent[:3])}), so it is not complete. Give all ranks the same path (a name made from "
+            "the time differs between ranks), to a folder that all of them see"
+        )
 
 
 def _require_numpy() -> None:

@@ -58,6 +58,7 @@ def optimizer_state_dict(model: nn.Module, optimizers: Optimizers) -> dict[str, 
     return {"state": state, "param_groups": groups}
 
 
+@torch.inference_mode(False)  # state made in it could not be stepped
 def load_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -77,7 +78,8 @@ def load_optimizer_state_dict(
             keeps its own dtype exactly; otherwise, as in torch, floating state is cast to the parameter's dtype.
 
     Raises:
-        GTPValueError: a parameter is in no saved group, a group's parameters come from several, or a shape is wrong.
+        GTPValueError: a parameter is in no saved group, a group's parameters come from several, a shape is wrong, or
+            the state is that of another kind of optimizer.
     """
     names = parameter_names(model)
     for optimizer in as_list(optimizers):
@@ -92,7 +94,7 @@ def load_optimizer_state_dict(
             for name, index in index_of.items()
             if name in state_dict["state"]
         }
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        _load(optimizer, {"state": state, "param_groups": groups})
         _undo_casts(optimizer, parameters, names, state, saved_dtypes or {})
 
 
@@ -169,6 +171,21 @@ def _saved_group(
     # torch keeps an optimizer's own names (of one made from named_parameters) where the saved group has none
     settings = {key: value for key, value in saved[sources[0]].items() if key != "param_names"}
     return {**settings, "params": [index_of[name] for name in wanted]}
+
+
+def _load(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
+    """`optimizer.load_state_dict`, undone where settings that it needs are then missing."""
+    before = optimizer.state_dict()
+    optimizer.load_state_dict(packed)
+    # asked afterwards, because optimizers complete what their older versions saved
+    groups = zip(before["param_groups"], optimizer.param_groups, strict=True)
+    missing = {key: None for had, has in groups for key in had if key in optimizer.defaults and key not in has}
+    if missing:
+        optimizer.load_state_dict(before)
+        raise GTPValueError(
+            f"the saved settings have no {', '.join(missing)}, which {type(optimizer).__name__} needs: they are another "
+            "optimizer's. Load the model alone (optimizer=None), and let this optimizer begin afresh"
+        )
 
 
 def _undo_casts(

@@ -268,6 +268,19 @@ def _one_rank_sees_no_file(path):
     gtp.checkpoint.load(path, sharded)
 
 
+def _other_folders(path):
+    _, sharded = pair()
+    text = r"\d of the checkpoint's \d files, which other ranks wrote, are not there \(__1_0\.distcp\).*same path"
+    with pytest.raises(GTPValueError, match=text):
+        gtp.checkpoint.save(f"{path}/{rank()}", sharded)
+    gtp.checkpoint.save(f"{path}/all", sharded)
+
+
+def test_rows_that_a_rank_wrote_elsewhere_are_missed_when_they_are_saved(ranks, tmp_path):
+    """Names from the time, folders of one machine: nothing was said before the checkpoint was needed."""
+    ranks(2).run(_other_folders, str(tmp_path))
+
+
 def test_what_one_rank_cannot_load_is_an_error_on_every_rank(ranks, tmp_path):
     """A folder of this machine alone: the other ranks waited for the one that does not find it."""
     ranks(2).run(_one_rank_sees_no_file, str(tmp_path / "file"))

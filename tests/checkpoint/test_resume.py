@@ -240,6 +240,42 @@ def test_an_optimizer_keeps_the_names_it_gave_its_parameters(ranks, tmp_path):
     ranks(2).run(_named_parameters, str(tmp_path / "file"))
 
 
+def _under_inference_mode(path):
+    _, straight = pair()
+    optimizers = adamw(straight)
+    train(straight, optimizers, range(2), rank())
+    with torch.inference_mode():
+        gtp.checkpoint.save(path, straight, optimizers, average=straight.up.bias)
+    _, resumed = pair(seed=8)
+    with torch.inference_mode():
+        extra = gtp.checkpoint.load(path, resumed, fresh := adamw(resumed))
+    assert not extra["average"].is_inference()
+    assert train(resumed, fresh, range(2, 4), rank()) == train(straight, optimizers, range(2, 4), rank())
+
+
+def test_what_was_loaded_under_inference_mode_is_trained(ranks, tmp_path):
+    """Its state was of inference tensors, which the next step could not write."""
+    ranks(2).run(_under_inference_mode, str(tmp_path / "file"))
+
+
+def _rows_of_one_rank(path):
+    _, sharded = pair()
+    (optimizer,) = adamw(sharded)
+    train(sharded, [optimizer], range(1), rank())
+    text = r"embedding\.weight, exp_avg: rank 0 saves its rows, and ranks \[1\].*same optimizers"
+    with pytest.raises(GTPValueError, match=text):
+        gtp.checkpoint.save(path, sharded, optimizer if rank() == 0 else None)
+    if rank() == 0:
+        optimizer.state.pop(sharded.up.weight)
+    with pytest.raises(GTPValueError, match=r"up\.weight, exp_avg: rank 1 saves its rows, and ranks \[0\]"):
+        gtp.checkpoint.save(path, sharded, optimizer)
+
+
+def test_state_of_which_a_rank_has_no_rows_is_not_saved(ranks, tmp_path):
+    """torch said "Failed to validate global plan"."""
+    ranks(2).run(_rows_of_one_rank, str(tmp_path / "file"))
+
+
 class _RowFactors(torch.optim.Optimizer):
     """Keeps one number per row, as factored optimizers do."""
 
@@ -267,6 +303,11 @@ def _refusals(path):
     some = torch.optim.AdamW([sharded.up.weight])
     gtp.checkpoint.load(path, sharded, some, strict=False)
     assert some.param_groups[0]["weight_decay"] == 0.1
+    other = torch.optim.SGD([sharded.up.weight], lr=0.3)
+    with pytest.raises(GTPValueError, match=r"have no momentum, dampening, which SGD needs.*optimizer=None"):
+        gtp.checkpoint.load(path, sharded, other, strict=False)
+    assert other.param_groups[0]["lr"] == 0.3
+    assert not other.state
     state = optimizer_state_dict(sharded, optimizer)
     state["state"]["up.weight"]["exp_avg"] = torch.zeros(35, 8)  # of a model of half the width, or this rank's rows
     with pytest.raises(GTPValueError, match=r"up\.weight: exp_avg: .* shape \(35, 8\); a full tensor has \(70, 8\)"):
