@@ -160,10 +160,10 @@ class GTPRuntime:
         Raises:
             UnsupportedError: the forward is being traced.
         """
-        if group.size == 1:
-            return [m.shard.to(group.compute_dtype)[: m.rows] for m in group.members]
         if dispatch_modes() or jit_trace() is not None or fx_trace():
             refuse_tracing(group.name)
+        if group.size == 1:
+            return [m.shard.to(group.compute_dtype)[: m.rows] for m in group.members]
         task = self._ready()
         inside = True
         if task == NO_TASK:

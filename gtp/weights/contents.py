@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gtp.errors import GTPStateError
+
 
 @dataclasses.dataclass
 class Site:
@@ -56,15 +58,27 @@ def unregistered_in(model: nn.Module, known: set[int]) -> dict[str, nn.Parameter
 
 def tensors_in_attributes(model: nn.Module, known: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of torch's own kinds in plain attributes of modules, also in lists and dicts there, that are none of the
-    parameters `known`."""
+    parameters `known`.
+
+    Raises:
+        GTPStateError: one of them is a parameter on the meta device.
+    """
     direct = (
         (f"{prefix}.{attribute}".removeprefix("."), value)
         for prefix, module in model.named_modules()
         for attribute, value in vars(module).items()
     )
     for name, value in (*direct, *_in_attributes(model)):
-        if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, nn.Parameter) and id(value) not in known:
+        if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, nn.Parameter):
+            continue
+        if id(value) not in known:
             yield name, value
+        elif value.is_meta:
+            raise GTPStateError(
+                f"{name} is a parameter on the meta device that is kept in a plain attribute, too, and gtp.shard_model "
+                "puts another object in its place where torch knows it. Take it from its module when it is used, or "
+                "build the model on a real device"
+            )
 
 
 def _in_attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:

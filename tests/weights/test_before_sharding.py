@@ -56,6 +56,9 @@ def _kept_elsewhere():
     model[1].parts = [model[1].weight, model[1].bias, model[1].weight.detach().clone()]  # the objects, and a copy
     gtp.shard_model(model, dist.group.WORLD, unshard="*")
     assert model[1].parts[0] is model[1].weight
+    on_meta = nn.Sequential(nn.Linear(8, 8, device="meta"))
+    on_meta[0].parts = [on_meta[0].weight]
+    _refused(on_meta, gtp.GTPStateError, r"0\.parts\[0\] is a parameter on the meta device.*real device")
 
 
 def test_views_of_weights_that_a_module_keeps_are_refused(ranks):

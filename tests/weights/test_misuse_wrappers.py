@@ -314,9 +314,10 @@ def _under(mode, call):
         return call()
 
 
-def test_tracing_is_refused(ranks):
+@pytest.mark.parametrize("size", [1, 2])
+def test_tracing_is_refused(ranks, size):
     """C65: a trace would hold this moment's weights, or none of the gathers."""
-    ranks(2).run(_traced)
+    ranks(size).run(_traced)
 
 
 def _printed():
