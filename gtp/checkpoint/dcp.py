@@ -150,8 +150,8 @@ def _require_files(path: str | os.PathLike[str]) -> None:
     if absent:
         raise GTPValueError(
             f"{os.fspath(path)}: {len(absent)} of the checkpoint's {len(names)} files, which other ranks wrote, are "
-            f"not there ({', '.join(absent[:3])}), so it is not complete. Give all ranks the same path (a name made from "
-            "the time differs between ranks), to a folder that all of them see"
+            f"not there ({', '.join(absent[:3])}), so it is not complete. Give all ranks the same path (a name made "
+            "from the time differs between ranks), to a folder that all of them see"
         )
 
 

@@ -183,8 +183,8 @@ def _load(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
     if missing:
         optimizer.load_state_dict(before)
         raise GTPValueError(
-            f"the saved settings have no {', '.join(missing)}, which {type(optimizer).__name__} needs: they are another "
-            "optimizer's. Load the model alone (optimizer=None), and let this optimizer begin afresh"
+            f"the saved settings have no {', '.join(missing)}, which {type(optimizer).__name__} needs: they are "
+            "another optimizer's. Load the model alone (optimizer=None), and let this optimizer begin afresh"
         )
 
 
