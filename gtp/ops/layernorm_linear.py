@@ -22,6 +22,7 @@ from gtp.ops._common import (
     plain_access,
     refuse_distributed,
     refuse_double_backward,
+    require_dense,
 )
 from gtp.ops.linear import bias_gradient, check_shapes, gemm, input_gradient, linear, weight_gradient
 from gtp.ops.versions import ShardVersions
@@ -122,8 +123,11 @@ def _managed_layernorm_linear(
     with plain_access():
         shape, trainable = weight.shape, weight.requires_grad
     check_shapes(x, weight, shape)
+    graphed = trainable and torch.is_grad_enabled()
+    if graphed:
+        require_dense(weight, x)
     normed = normalize(x, norm_weight, norm_bias)
-    if not (trainable and torch.is_grad_enabled()):
+    if not graphed:
         return linear(normed, weight, bias)  # backward, if any, does not need the norm's output
     dtype = autocast_dtype(x)
     normed = autocast_to(normed, dtype)

@@ -24,6 +24,7 @@ from gtp.ops._common import (
     plain_access,
     refuse_distributed,
     refuse_double_backward,
+    require_dense,
     wgrad_buffers,
     write_wgrad,
 )
@@ -75,6 +76,7 @@ def _managed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
         x = autocast_to(x, dtype)
         bias = None if bias is None else autocast_to(bias, dtype)
     if torch.is_grad_enabled() and (trainable or x.requires_grad or (bias is not None and bias.requires_grad)):
+        require_dense(weight, x)
         return _apply(x, weight, bias, dtype)
     with torch.no_grad():  # a full weight that requires grad would be kept by its graph
         return gemm(x, weight, bias, dtype, trainable and dtype is None)  # autocast's copy has no grad here
@@ -89,7 +91,7 @@ def check_shapes(x: torch.Tensor, weight: torch.Tensor, shape: torch.Size) -> No
     """
     if len(shape) != 2:
         raise UnsupportedError(f"{describe_weight(weight)}: linear takes a 2-d weight [out, in]")
-    if x.dim() == 0 or x.shape[-1] != shape[1]:
+    if x.dim() == 0 or x.size(-1) != shape[1]:  # some nested tensors have no shape
         raise GTPValueError(
             f"{describe_weight(weight)}: linear takes an input [*, {shape[1]}], got {tuple(x.shape)}; the last dim "
             "must be the weight's in_features"

@@ -307,7 +307,8 @@ class DistributedWeightConformance:
     def _grouped_linear(self, requires_grad: bool = True) -> Case:
         self._require_groups()
         plain = GroupedLinear(self.experts, self.features, self.rows, params_dtype=self.dtype, device=self.device)
-        splits = [3] + [0] * (self.experts - 2) + [2]  # an expert without tokens, and three rows of padding
+        # an expert without tokens, and three rows of padding
+        splits = ([3] + [0] * (self.experts - 2) + [2])[: self.experts]
 
         def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
             return cast(torch.Tensor, module(x, splits if x.numel() else [0] * self.experts))

@@ -61,6 +61,11 @@ class TestShardIsAllOfIt(FakeConformance):
     rows_of_shard = (0, 10)
 
 
+class TestGroupOfOneWeight(FakeConformance):
+    __test__ = True
+    experts = 1
+
+
 class TestEmptyShard(FakeConformance):
     """A rank whose shard has no rows."""
 

@@ -231,8 +231,14 @@ def _foreign_inputs():
     layer = Linear(6, 10, bias=False)  # asks the weight, whatever the input is
     plain = copy.deepcopy(layer)
     gtp.shard_model(layer, dist.group.WORLD)
-    for got, part in zip(layer(nested).unbind(), rows, strict=True):
-        assert torch.equal(got, plain(part))
+    with torch.no_grad():
+        for got, part in zip(layer(nested).unbind(), rows, strict=True):
+            assert torch.equal(got, plain(part))
+        assert torch.equal(layer(rows[0].to_sparse()), plain(rows[0].to_sparse()))
+    ragged = torch.nested.nested_tensor(rows)
+    for kind, x in (("nested", nested), ("nested", ragged), ("sparse_coo", rows[0].to_sparse())):
+        with pytest.raises(gtp.UnsupportedError, match=rf"'weight'.*is a {kind} tensor.*\.values\(\)"):
+            layer(x)
 
 
 def test_inputs_that_would_compute_with_a_shard_are_refused(ranks):
