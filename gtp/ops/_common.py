@@ -117,19 +117,16 @@ def refuse_distributed(op: str, **tensors: torch.Tensor | None) -> None:
             )
 
 
-def require_dense(weight: torch.Tensor, x: torch.Tensor) -> None:
-    """To be called before a gather, where gradients are wanted.
+def refused_input(weight: torch.Tensor, x: torch.Tensor) -> UnsupportedError:
+    """The error for a nested or sparse input where gradients are wanted: there are no products for it in backward.
 
-    Raises:
-        UnsupportedError: the input is nested or sparse, for which the products of our backwards do not exist.
+    Raised before a gather. Asked in place, because each op pays for a function that only asks.
     """
-    if x.layout is not torch.strided or x.is_nested:
-        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
-        raise UnsupportedError(
-            f"{describe_weight(weight)}: the input is a {kind} tensor, and gradients are computed with dense ones. "
-            "Give it .values() of a nested tensor, or .to_dense() of a sparse one; under torch.no_grad() it may stay "
-            "what it is"
-        )
+    kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+    return UnsupportedError(
+        f"{describe_weight(weight)}: the input is a {kind} tensor, and gradients are computed with dense ones. Give it "
+        ".values() of a nested tensor, or .to_dense() of a sparse one; under torch.no_grad() it may stay what it is"
+    )
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:

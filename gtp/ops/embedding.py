@@ -18,7 +18,7 @@ from gtp.ops._common import (
     plain_access,
     refuse_distributed,
     refuse_double_backward,
-    require_dense,
+    refused_input,
     wgrad_buffers,
 )
 from gtp.protocol import describe_weight, is_distributed_weight, materialize_weight_for_forward
@@ -92,7 +92,8 @@ def _managed_embedding(
     if dims != 2:
         raise UnsupportedError(f"{describe_weight(weight)}: embedding takes a 2-d table [rows, dim]")
     if torch.is_grad_enabled() and trainable:
-        require_dense(weight, ids)
+        if ids.layout is not torch.strided or ids.is_nested:
+            raise refused_input(weight, ids)
         return _apply(ids, weight, padding_idx, scale_grad_by_freq)
     with torch.no_grad():  # a full table that requires grad would be kept by its graph
         (full,) = materialize_weight_for_forward([weight])

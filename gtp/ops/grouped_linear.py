@@ -27,7 +27,7 @@ from gtp.ops._common import (
     plain_access,
     refuse_distributed,
     refuse_double_backward,
-    require_dense,
+    refused_input,
     wgrad_buffers,
     write_wgrad,
 )
@@ -142,7 +142,8 @@ def _managed_grouped_linear(
     x = autocast_to(x, dtype)
     biases = [autocast_to(b, dtype) for b in biases]
     if torch.is_grad_enabled() and (trainable or x.requires_grad or any(b.requires_grad for b in biases)):
-        require_dense(weights[0], x)
+        if x.layout is not torch.strided or x.is_nested:
+            raise refused_input(weights[0], x)
         return _apply(x, splits, dtype, len(weights), *weights, *biases)
     with torch.no_grad():
         return _forward(x, splits, weights, biases, dtype)

@@ -22,7 +22,7 @@ from gtp.ops._common import (
     plain_access,
     refuse_distributed,
     refuse_double_backward,
-    require_dense,
+    refused_input,
 )
 from gtp.ops.linear import bias_gradient, check_shapes, gemm, input_gradient, linear, weight_gradient
 from gtp.ops.versions import ShardVersions
@@ -124,8 +124,8 @@ def _managed_layernorm_linear(
         shape, trainable = weight.shape, weight.requires_grad
     check_shapes(x, weight, shape)
     graphed = trainable and torch.is_grad_enabled()
-    if graphed:
-        require_dense(weight, x)
+    if graphed and (x.layout is not torch.strided or x.is_nested):
+        raise refused_input(weight, x)
     normed = normalize(x, norm_weight, norm_bias)
     if not graphed:
         return linear(normed, weight, bias)  # backward, if any, does not need the norm's output

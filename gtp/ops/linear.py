@@ -24,7 +24,7 @@ from gtp.ops._common import (
     plain_access,
     refuse_distributed,
     refuse_double_backward,
-    require_dense,
+    refused_input,
     wgrad_buffers,
     write_wgrad,
 )
@@ -76,7 +76,8 @@ def _managed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
         x = autocast_to(x, dtype)
         bias = None if bias is None else autocast_to(bias, dtype)
     if torch.is_grad_enabled() and (trainable or x.requires_grad or (bias is not None and bias.requires_grad)):
-        require_dense(weight, x)
+        if x.layout is not torch.strided or x.is_nested:
+            raise refused_input(weight, x)
         return _apply(x, weight, bias, dtype)
     with torch.no_grad():  # a full weight that requires grad would be kept by its graph
         return gemm(x, weight, bias, dtype, trainable and dtype is None)  # autocast's copy has no grad here
