@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.hooks import RemovableHandle
 
 from gtp.errors import GTPStateError, GTPValueError, UnsupportedError
 from gtp.ops._common import refused_transform
 from gtp.runtime.group import Member, WeightGroup
-from gtp.runtime.held import GradientMark, mark_of, plain_gradient
 from gtp.runtime.runtime import GTPRuntime, gather_now
 from gtp.runtime.schedule import Phase
 from gtp.runtime.tracing import refuse_tracing
@@ -23,20 +21,17 @@ from gtp.weights.askers import transform_level
 from gtp.weights.conversion import let_go_of_graphs, take_over_hooks
 from gtp.weights.full_tensor import differentiable_full_tensor
 from gtp.weights.functions import dispatch, not_the_leader
+from gtp.weights.gradient import ShardWithGradient
 from gtp.weights.layout import ShardLayout
 from gtp.weights.refusals import refused_hook
 from gtp.weights.rows import ShardRows
-from gtp.weights.shard_tensor import LocalShard, ShardOrigin, past_torch_function
+from gtp.weights.shard_tensor import ShardOrigin, past_torch_function
 
 _plain = torch._C.DisableTorchFunctionSubclass
 
 _OURS = frozenset(["handle", "origin", "memory_of", "main_grad", "grad_added_to_main_grad"])
 
 _get_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-
-# The attribute of torch itself, for within `_plain()`.
-_get_grad: Callable[[torch.Tensor], torch.Tensor | None] = torch.Tensor.grad.__get__  # type: ignore[union-attr]
-_set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -60,7 +55,7 @@ class WeightHandle:
         return self.group.members[self.position]
 
 
-class GTPWeight(LocalShard, torch.nn.Parameter):
+class GTPWeight(ShardWithGradient, torch.nn.Parameter):
     """A weight sharded along dim 0 over a GTP group: an `nn.Parameter` of the shard's shape, and a `DistributedWeight`.
 
     Made by `gtp.shard_model` out of the parameter it replaces (the same object, so optimizers and ties keep working).
@@ -236,63 +231,7 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
         """Whether it is trained."""
         return bool(past_torch_function(_get_requires_grad, (), (self,)))
 
-    def gradient_target(self) -> tuple[torch.Tensor, bool]:
-        """Where the reduced gradient goes: `main_grad` if somebody gave the weight one, else `.grad`."""
-        main_grad = getattr(self, "main_grad", None)
-        with _plain():
-            if main_grad is not None:
-                return main_grad.view(self.origin.shape).as_subclass(torch.Tensor), True
-            grad = _get_grad(self)
-            # Without other ranks, uses are added to each other first and then to `.grad`, in autograd's own order. A
-            # tensor of the user's that is laid out otherwise is added to at the end: transports write contiguous ones.
-            if grad is not None and self.handle.group.size > 1 and grad.is_contiguous():
-                return grad.detach().as_subclass(torch.Tensor), True
-        return self.new_gradient(), False
-
-    def new_gradient(self) -> torch.Tensor:
-        """Fresh memory for a gradient of the shard."""
-        with _plain():
-            return torch.empty_like(self, dtype=self.handle.grad_dtype, memory_format=torch.contiguous_format)
-
-    def gradient_delivered(self, target: torch.Tensor) -> None:
-        """`target` holds this rank's part of the reduced gradient."""
-        if getattr(self, "main_grad", None) is not None:
-            if hasattr(self, "grad_added_to_main_grad"):
-                self.grad_added_to_main_grad = True
-            return
-        with _plain():
-            grad = _get_grad(self)
-            if grad is None:
-                _set_grad(self, self.new_state(target))
-            elif grad.data_ptr() != target.data_ptr():
-                # one that was laid out otherwise; or, in a group of one, what autograd accumulated in the meantime
-                _set_grad(self, plain_gradient(grad.add_(target)))
-
-    def mark_held(self) -> GradientMark | None:
-        """`.grad` as it is beside a gradient that is held unreduced; zeros if there is none."""
-        if getattr(self, "main_grad", None) is not None:
-            return None
-        with _plain():
-            if _get_grad(self) is None:
-                _set_grad(self, self.new_state(self.new_gradient().zero_()))
-            return GradientMark.on(self)
-
-    def was_zeroed_since(self, mark: GradientMark) -> bool:
-        """Whether `.grad` was removed, replaced or zeroed since."""
-        return mark.was_zeroed(self)
-
-    def run_gradient_hooks(self) -> None:
-        """Runs the hooks of `register_post_accumulate_grad_hook`."""
-        for hook in list(self.handle.hooks.values()):
-            hook(self)
-
     # -- what must not be silently wrong -------------------------------------------------------------------------
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-        """`hook(weight)` runs at the end of backward: the reduced gradient is in place and shards may be written."""
-        removable = RemovableHandle(self.handle.hooks)
-        self.handle.hooks[removable.id] = hook
-        return removable
 
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
         """Not supported: a shard's gradient does not travel through autograd.
@@ -301,53 +240,6 @@ class GTPWeight(LocalShard, torch.nn.Parameter):
             UnsupportedError: always.
         """
         raise refused_hook(f"{self.handle.name}: register_hook would")
-
-    @property
-    def grad(self) -> torch.Tensor | None:  # optimizers ask for it three times per weight
-        """This rank's rows of the reduced gradient, `ShardRows`; None where there is none."""
-        grad: torch.Tensor | None = past_torch_function(_get_grad, (), (self,))
-        if type(grad) is torch.Tensor and not self.origin.is_whole:
-            return self.wrap_grad(grad)  # put there by autograd (a graphed layer returns its gradients to it)
-        return grad
-
-    @grad.setter
-    def grad(self, grad: torch.Tensor | None) -> None:
-        if grad is None:
-            past_torch_function(_set_grad, (), (self, None))
-        else:
-            self.set_grad(grad)
-
-    @grad.deleter
-    def grad(self) -> None:
-        past_torch_function(_set_grad, (), (self, None))
-
-    def wrap_grad(self, grad: torch.Tensor) -> torch.Tensor:
-        """`.grad` as autograd left it, made `ShardRows` that stay."""
-        with _plain():
-            wrapped = ShardRows.of(grad, self.origin)
-            _set_grad(self, wrapped)
-        return wrapped
-
-    def set_grad(self, grad: torch.Tensor) -> None:
-        """`weight.grad = grad`: a local tensor of the shard's shape; padding rows are cleared.
-
-        Raises:
-            GTPValueError: it has another shape.
-        """
-        with _plain():
-            if grad.shape != self.origin.shape:
-                raise GTPValueError(
-                    f"{self.handle.name}: .grad of a sharded weight is this rank's rows {self.origin.shape}, got "
-                    f"{tuple(grad.shape)}. Of a full gradient take the rows weight.layout.shard_slice, and zeros as "
-                    "padding"
-                )
-            plain = grad.detach().as_subclass(torch.Tensor)
-            if self.origin.has_padding:
-                plain[self.handle.layout.valid_rows :].zero_()
-            _set_grad(self, self.local_state(plain))
-            mark = mark_of(grad)
-            if mark is not None:  # `weight.grad = weight.grad` replaces nothing
-                mark.put_on(self)
 
     def set_data(self, data: torch.Tensor) -> None:
         """`weight.data = data`: re-points the shard's storage. Shape, dtype and device type must stay.
