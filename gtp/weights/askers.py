@@ -51,12 +51,14 @@ def refuse_asker(name: str, args: tuple[Any, ...]) -> None:
         )
 
 
-def refuse_collective(shard: LocalShard, name: str, group: dist.ProcessGroup | None) -> None:
+def refuse_collective(shard: LocalShard, name: str, group: Any) -> None:
     """To be called before a collective of torch takes the memory of the shard.
 
     Raises:
         UnsupportedError: it is about to run over ranks that hold other rows of the weight.
     """
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return  # torch warns, and does nothing
     ranks = set(dist.get_process_group_ranks(group or dist.group.WORLD))
     if len(ranks.intersection(dist.get_process_group_ranks(shard.origin.process_group))) > 1:
         raise UnsupportedError(

@@ -149,6 +149,7 @@ def _collectives():
                     over(group)
             with torch.no_grad():
                 over(alone)  # of replicas, say
+        dist.all_reduce(rows, group=dist.GroupMember.NON_GROUP_MEMBER)  # what ranks outside of a new group have
     twins.update()
 
 
