@@ -57,9 +57,9 @@ def save(
             ranks needs a key per rank (`**{f"random_{rank}": torch.get_rng_state()}`).
 
     Raises:
-        GTPValueError: an extra is named like a part of the file, the optimizer holds a stranger, or different sets of
-            ranks hold weights of one name, rows of a weight or of its optimizer state are missing, or the ranks did not
-            write to one folder.
+        GTPValueError: the model is on the meta device, an extra is named like a part of the file, the optimizer holds a
+            stranger, different sets of ranks hold weights of one name, rows of a weight or of its optimizer state are
+            missing, or the ranks did not write to one folder.
         UnsupportedError: optimizer state that cannot be split by rows.
     """
     from torch.distributed.checkpoint import save as dcp_save
@@ -70,6 +70,7 @@ def save(
         raise GTPValueError(f"gtp.checkpoint.save: {reserved[0]!r} names a part of every checkpoint; rename this extra")
     agree(held_weights(model), "save a checkpoint of")
     state: dict[str, Any] = {_MODEL: {plain_name(k): v for k, v in unwrapped(model).state_dict().items()}}
+    _require_memory(state[_MODEL])
     if optimizer is not None:
         state[_OPTIM] = optimizer_state_dict(model, optimizer)
     require_one_owner_each(model, state[_OPTIM]["state"] if optimizer is not None else {}, process_group)
@@ -105,7 +106,8 @@ def load(
         The extras by name.
 
     Raises:
-        GTPValueError: no checkpoint there, names or shapes that do not fit, or no optimizer state in it.
+        GTPValueError: no checkpoint there, names or shapes that do not fit, no optimizer state in it, or a model on the
+            meta device.
     """
     from torch.distributed.checkpoint import load as dcp_load
 
@@ -115,6 +117,7 @@ def load(
     state_dict = model.state_dict()
     keys = {plain_name(key): key for key in state_dict}
     optimizers = [] if optimizer is None else as_list(optimizer)
+    _require_memory(state_dict)
     with raised_together("gtp.checkpoint.load", process_group):
         saved = Saved.read(path)
         target: dict[str, Any] = {_MODEL: _model_target(saved, {n: state_dict[k] for n, k in keys.items()}, strict)}
@@ -153,6 +156,19 @@ def _require_files(path: str | os.PathLike[str]) -> None:
             f"not there ({', '.join(absent[:3])}), so it is not complete. Give all ranks the same path (a name made "
             "from the time differs between ranks), to a folder that all of them see"
         )
+
+
+def _require_memory(state_dict: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        GTPValueError: a tensor is on the meta device, where there is nothing to read or write.
+    """
+    for name, value in state_dict.items():
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            raise GTPValueError(
+                f"{name}: it is on the meta device and has no values. Give the model memory first, with "
+                "gtp.shard_model or, where it stays whole, model.to_empty(device=...)"
+            )
 
 
 def _require_numpy() -> None:

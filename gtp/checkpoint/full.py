@@ -219,6 +219,9 @@ def _offers(state_dict: Mapping[str, Any] | None) -> dict[str, _Offer] | str:
         if isinstance(value, CheckpointableShard) or hasattr(value, "device_mesh"):
             return f"{key}: the state dict holds a {type(value).__name__}, and full tensors are needed"
         is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor and (value.is_meta or value.is_nested or value.layout is not torch.strided):
+            kind = "on the meta device" if value.is_meta else "sparse or nested"
+            return f"{key}: the state dict holds a tensor that is {kind}, which cannot be sent; dense values are needed"
         offers[key] = _Offer(tuple(value.shape), value.dtype) if is_tensor else _Offer(None, value)
     return offers
 

@@ -142,7 +142,11 @@ def _as_saved(value: Any, parameter: torch.Tensor, label: str) -> Any:
 
 
 def _as_held(value: Any, parameter: torch.Tensor, label: str) -> Any:
-    if not isinstance(value, torch.Tensor) or not isinstance(parameter, GTPWeight):
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.is_inference():
+        value = value.clone()  # torch keeps what it is given, and could not step it
+    if not isinstance(parameter, GTPWeight):
         return value
     if not isinstance(value, ShardTensor) and value.numel() == 1 and value.shape != parameter.logical_shape:
         return value

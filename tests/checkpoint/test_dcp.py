@@ -248,6 +248,11 @@ def _refusals(path):
     _, sharded = pair()
     with pytest.raises(GTPValueError, match="no entry 'optim': it was saved without optimizer"):
         gtp.checkpoint.load(path, sharded, torch.optim.SGD(sharded.parameters()))
+    with torch.device("meta"):
+        empty = Net()
+    for call in (gtp.checkpoint.load, gtp.checkpoint.save):
+        with pytest.raises(GTPValueError, match=r"embedding\.weight: it is on the meta device.*to_empty"):
+            call(path, empty)
     wider = _Wider()
     gtp.shard_model(wider, dist.group.WORLD)
     with pytest.raises(GTPValueError, match=r"only the model has extra\.bias, extra\.weight.*strict=False"):

@@ -164,6 +164,12 @@ def _names_and_shapes():
     give = {**sent, "up.weight": sent["up.weight"].numpy()} if rank() == 0 else None
     with pytest.raises(GTPValueError, match=r"up\.weight: the state dict holds a ndarray, no tensor"):
         gtp.load_full_state_dict(sharded, give, broadcast_from_rank0=True)
+    # the first rank failed alone at these, and the others waited for their rows
+    for key, value, kind in (("up.weight", sent["up.weight"].to("meta"), "on the meta device"),
+                             ("up.bias", sent["up.bias"].to_sparse(), "sparse or nested")):  # fmt: skip
+        give = {**sent, key: value} if rank() == 0 else None
+        with pytest.raises(GTPValueError, match=rf"{key}: the state dict holds a tensor that is {kind}"):
+            gtp.load_full_state_dict(sharded, give, broadcast_from_rank0=True)
     with pytest.raises(GTPValueError, match="no parameter of the model is sharded"):
         gtp.load_full_state_dict(Net(), sent, broadcast_from_rank0=True)
 

@@ -249,8 +249,13 @@ def _under_inference_mode(path):
     _, resumed = pair(seed=8)
     with torch.inference_mode():
         extra = gtp.checkpoint.load(path, resumed, fresh := adamw(resumed))
+        kept = copy.deepcopy(optimizer_state_dict(straight, optimizers))
     assert not extra["average"].is_inference()
-    assert train(resumed, fresh, range(2, 4), rank()) == train(straight, optimizers, range(2, 4), rank())
+    _, again = pair()
+    again.load_state_dict(straight.state_dict())
+    load_optimizer_state_dict(again, own := adamw(again), kept)
+    assert train(resumed, fresh, range(2, 4), rank()) == (losses := train(straight, optimizers, range(2, 4), rank()))
+    assert train(again, own, range(2, 4), rank()) == losses
 
 
 def test_what_was_loaded_under_inference_mode_is_trained(ranks, tmp_path):
