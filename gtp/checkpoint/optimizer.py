@@ -35,15 +35,23 @@ def optimizer_state_dict(model: nn.Module, optimizers: Optimizers) -> dict[str, 
         logical shape; scalars and the state of replicated parameters are as the optimizer has them.
 
     Raises:
-        GTPValueError: an optimizer holds a parameter that the model does not have.
+        GTPValueError: an optimizer holds a parameter that the model does not have, or two hold the same.
         UnsupportedError: state of a sharded weight that is neither a scalar nor of the shard's shape.
     """
     names = parameter_names(model)
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
+    holders: dict[str, str] = {}
     for optimizer in as_list(optimizers):
         packed = optimizer.state_dict()
         parameters = held_parameters(optimizer, names)
+        for name in dict.fromkeys(names[id(p)] for p in parameters):
+            if name in holders:
+                raise GTPValueError(
+                    f"{name}: it is in two optimizers, {holders[name]} and {type(optimizer).__name__}, and a checkpoint "
+                    "has one state of each parameter. Save one of them to a folder of its own"
+                )
+            holders[name] = type(optimizer).__name__
         for index, values in packed["state"].items():
             if not isinstance(index, int):
                 raise UnsupportedError(

@@ -294,6 +294,9 @@ def _refusals(path):
     plain, sharded = pair()
     with pytest.raises(GTPValueError, match=r"SGD holds 8 parameters that the model does not have"):
         optimizer_state_dict(sharded, torch.optim.SGD(plain.parameters()))
+    two = [torch.optim.SGD(sharded.parameters()), torch.optim.AdamW([sharded.up.weight])]
+    with pytest.raises(GTPValueError, match=r"up\.weight: it is in two optimizers, SGD and AdamW"):
+        gtp.checkpoint.save(path, sharded, two)
     factored = _RowFactors([sharded.up.weight], {})
     factored.step()
     with pytest.raises(UnsupportedError, match=r"up\.weight: rows: state of shape \(35,\)"):
