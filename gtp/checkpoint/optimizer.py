@@ -48,8 +48,8 @@ def optimizer_state_dict(model: nn.Module, optimizers: Optimizers) -> dict[str, 
         for name in dict.fromkeys(names[id(p)] for p in parameters):
             if name in holders:
                 raise GTPValueError(
-                    f"{name}: it is in two optimizers, {holders[name]} and {type(optimizer).__name__}, and a checkpoint "
-                    "has one state of each parameter. Save one of them to a folder of its own"
+                    f"{name}: it is in two optimizers, {holders[name]} and {type(optimizer).__name__}, and a "
+                    "checkpoint has one state of each parameter. Save one of them to a folder of its own"
                 )
             holders[name] = type(optimizer).__name__
         for index, values in packed["state"].items():
