@@ -61,6 +61,8 @@ def grouped_linear(
         m_splits: Rows per expert, `len(weights)` whole numbers: a sequence, an array or a 1-d tensor. A tensor on a GPU
             is read to the host, which synchronizes.
         weights: Distributed `[shard_rows, in]`, each this rank's rows of its full `[out, in]`; or plain `[out, in]`.
+            Distributed ones in the order of their group, all of it: the leader answers for all, and another order shows
+            in backward only.
         biases: `[out]` per expert, plain, replicated.
 
     Returns:

@@ -80,6 +80,8 @@ class Reducer:
     def finalize(self, group: WeightGroup, wgrads: Sequence[torch.Tensor | None]) -> None:
         """Takes the full wgrads of a group: those of `grad_buffer` are kept, and copies of others. None: no part of
         the group's use came from this weight, and so it gets none."""
+        if len(wgrads) > 1:
+            self._require_order(group, wgrads)
         _require_logical_shapes(group, wgrads)
         pairs = zip(group.members, wgrads, strict=True)
         trained = [wgrad is not None and self._owner(member).wants_gradient() for member, wgrad in pairs]
@@ -97,6 +99,8 @@ class Reducer:
 
     def reduce_now(self, group: WeightGroup, wgrads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """The reduced gradients of the shards in fresh tensors, complete in the order of the current stream."""
+        if len(wgrads) > 1:
+            self._require_order(group, wgrads)
         _require_logical_shapes(group, wgrads)
         padded = self._alike(group, self._take_all(group, wgrads))
         into = [self._owner(member).new_gradient() for member in group.members]
@@ -198,6 +202,18 @@ class Reducer:
         if lent is not None:  # another view of that memory, which has been read now
             self._pool.let_go(lent.buffer)
         return own
+
+    def _require_order(self, group: WeightGroup, wgrads: Sequence[torch.Tensor | None]) -> None:
+        """The leader answers for a group and does not see who asks for what: the buffers, asked of each, show it."""
+        for member, wgrad in zip(group.members, wgrads, strict=True):
+            lent = None if wgrad is None else self._lent.get(wgrad.data_ptr())
+            if lent is not None and lent.member is not member and lent.member in group.members:
+                raise GTPStateError(
+                    f"{lent.member.name} was used in the place of {member.name}: weights that are gathered together "
+                    f"are used once each and in their order ({', '.join(m.name for m in group.members)}), and so the "
+                    "forward computed with the others' values. To use them in another order, move the rows of the "
+                    "input, or shard the weights one by one"
+                )
 
     def _alike(self, group: WeightGroup, padded: list[_Wgrad]) -> list[_Wgrad]:
         """All in the widest dtype among them, as transports want the wgrads of one group."""

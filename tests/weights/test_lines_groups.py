@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -154,6 +156,28 @@ def _bad_axes():
 def test_groups_that_cannot_work_are_refused_by_name(ranks):
     """C91."""
     assert ranks(4).run(_bad_axes) == [5] * 4
+
+
+def _other_order():
+    torch.manual_seed(3)
+    layer = GroupedLinear(3, 6, 5, bias=False)
+    plain = copy.deepcopy(layer)
+    gtp.shard_model(layer, dist.group.WORLD)
+    first, second, third = layer.parameters()
+    x = inputs(0, 4, 6)
+    for weights in ([first, third, second], [first, first, first]):
+        y = gtp.ops.grouped_linear(x[rank()], [0, 2, 2], weights)
+        with pytest.raises(gtp.GTPStateError, match=r"weight\d was used in the place of weight1: .*weight0, weight1"):
+            y.sum().backward()
+        assert all(w.grad is None for w in (first, second, third))
+    data_parallel_backward(plain, x, lambda m, b: m(b, [0, 2, 2]).sum())
+    layer(x[rank()], [0, 2, 2]).sum().backward()
+    assert_same_gradients(layer, plain)
+
+
+def test_experts_in_another_order_than_they_are_gathered_in_are_refused_in_backward(ranks):
+    """The leader answers for all, and so each expert computed with the weight of its place."""
+    ranks(2).run(_other_order)
 
 
 class _TiedExperts(nn.Module):
