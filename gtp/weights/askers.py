@@ -76,7 +76,9 @@ def is_collective(func: Any) -> bool:
 def refuse_asking_collective(shard: LocalShard) -> None:
     """As `refuse_collective`; to be called by the method `is_complex`, which collectives call that do not ask
     `__torch_function__`: before torch 2.14 `torch.distributed.broadcast` is one."""
-    caller = sys._getframe(2)
+    caller: Any = sys._getframe(2)
+    while caller.f_code.co_name.startswith("<"):  # `any(t.is_complex() for t in tensors)`
+        caller = caller.f_back
     if caller.f_globals.get("__name__") == dist.distributed_c10d.__name__:
         refuse_collective(shard, caller.f_code.co_name, caller.f_locals.get("group"))
 

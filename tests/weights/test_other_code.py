@@ -142,6 +142,7 @@ def _collectives():
         for name, over in (
             ("broadcast", lambda group, rows=rows: dist.broadcast(rows, rank(), group=group)),
             ("all_reduce", lambda group, rows=rows: dist.all_reduce(rows, group=group)),
+            ("all_reduce_coalesced", lambda group, rows=rows: dist.all_reduce_coalesced([rows], group=group)),
         ):
             text = rf"'0\.weight'.*{name} over ranks that hold other rows.*\.shard"
             for group in (None, dist.group.WORLD):
