@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -222,8 +223,19 @@ def _offers(state_dict: Mapping[str, Any] | None) -> dict[str, _Offer] | str:
         if is_tensor and (value.is_meta or value.is_nested or value.layout is not torch.strided):
             kind = "on the meta device" if value.is_meta else "sparse or nested"
             return f"{key}: the state dict holds a tensor that is {kind}, which cannot be sent; dense values are needed"
+        if not is_tensor and (why := _unpicklable(value)):
+            return f"{key}: the state dict holds a {type(value).__name__} that cannot be sent: {why}"
         offers[key] = _Offer(tuple(value.shape), value.dtype) if is_tensor else _Offer(None, value)
     return offers
+
+
+def _unpicklable(value: Any) -> str:
+    """Why not; empty if it can be pickled."""
+    try:
+        pickle.dumps(value)
+    except Exception as error:  # noqa: BLE001 - any code of the value's class may have run
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _compare(own: Mapping[str, Any], offers: Mapping[str, _Offer], strict: bool) -> IncompatibleKeys:

@@ -170,6 +170,9 @@ def _names_and_shapes():
         give = {**sent, key: value} if rank() == 0 else None
         with pytest.raises(GTPValueError, match=rf"{key}: the state dict holds a tensor that is {kind}"):
             gtp.load_full_state_dict(sharded, give, broadcast_from_rank0=True)
+    give = {**sent, "counter._extra_state": {"key": lambda: 1}} if rank() == 0 else None
+    with pytest.raises(GTPValueError, match=r"counter\._extra_state: the state dict holds a dict that cannot be sent"):
+        gtp.load_full_state_dict(sharded, give, broadcast_from_rank0=True)
     with pytest.raises(GTPValueError, match="no parameter of the model is sharded"):
         gtp.load_full_state_dict(Net(), sent, broadcast_from_rank0=True)
 
