@@ -303,6 +303,8 @@ class CopyEngineTransport(Transport):
     def shutdown(self) -> None:
         if self._watchdog is not None:
             self._watchdog.stop()
+            if self._watchdog.failed:
+                return  # waits for a lost rank may never end, and what the current stream does is worthless already
         if self._open and self._driver.capture() == self._opened_in:
             current = self._driver.current_stream()
             for stream in (*self._pulls, self._local, *self._mail.all_streams):

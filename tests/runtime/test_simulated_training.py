@@ -26,7 +26,7 @@ from gtp.runtime.pools import Pools
 from gtp.runtime.reduction import Reducer
 from gtp.runtime.residency import Gatherer
 from gtp.runtime.schedule import Phase, Schedule
-from tests.runtime.simulated_streams import Graph, Machine, SimulatedDriver
+from tests.runtime.simulated_streams import Deadlock, Graph, Machine, SimulatedDriver
 from tests.runtime.test_copy_engine_protocol import Rank, expected_full, expected_sum, make_ranks
 
 Frozen = Collection[tuple[int, int]]
@@ -378,3 +378,26 @@ def test_a_model_that_goes_in_mid_line_leaves_nothing_in_flight(raised: bool) ->
         adding = {stream for t in transports for stream in t._mail.all_streams}
         machine.run(0, starved=copying if late == "copies" else adding)
         _check(trainers)
+
+
+class _LostRank:
+    """As much of a watchdog as the end of a model asks for."""
+
+    failed = True
+
+    def stop(self) -> None:
+        pass
+
+
+def test_a_model_that_goes_because_a_rank_was_lost_holds_nobody_up() -> None:
+    """The lost rank never begins its forward, and what is queued after the model has gone runs all the same."""
+    machine = Machine(2)
+    trainer, lost = _trainers(machine, GTPConfig(prefetch_bytes=2048, grad_reduce="sum"), 1 << 30, [])
+    trainer.gatherer.open_line()
+    trainer.me.transport._watchdog = _LostRank()  # type: ignore[assignment]
+    trainer.me.transport.shutdown()
+    memory, filled = trainer.fill(3, 512)
+    with pytest.raises(Deadlock):  # copies wait for ever
+        machine.run(0)
+    assert torch.equal(memory, filled)
+    assert lost.seen == []

@@ -123,6 +123,11 @@ class Watchdog:
         self._ticks.add_(1)
         self._ticked.copy_(self._ticks, non_blocking=True)
 
+    @property
+    def failed(self) -> bool:
+        """Whether a rank was lost."""
+        return self._failure is not None
+
     def check(self) -> None:
         """Raises if a rank was lost.
 
