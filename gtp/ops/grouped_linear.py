@@ -61,8 +61,7 @@ def grouped_linear(
         m_splits: Rows per expert, `len(weights)` whole numbers: a sequence, an array or a 1-d tensor. A tensor on a GPU
             is read to the host, which synchronizes.
         weights: Distributed `[shard_rows, in]`, each this rank's rows of its full `[out, in]`; or plain `[out, in]`.
-            Distributed ones in the order of their group, all of it: the leader answers for all, and another order shows
-            in backward only.
+            Distributed ones in the order of their group, all of it: the leader answers for all.
         biases: `[out]` per expert, plain, replicated.
 
     Returns:
@@ -164,8 +163,16 @@ def _check_group(x: torch.Tensor, weights: list[torch.Tensor]) -> bool:
                 f"{describe_weight(odd)}: weights of one group are gathered and reduced together, and of this group "
                 f"some are {what} and others not. Make them alike"
             )
-    for weight, shape in zip(weights, shapes, strict=True):
+    for place, (weight, shape) in enumerate(zip(weights, shapes, strict=True)):
         check_shapes(x, weight, shape)
+        # asked of the class: the contract has no such member, and an instance may refuse what is not in it
+        own = getattr(weight, "place_in_group", place) if hasattr(type(weight), "place_in_group") else place
+        if own != place:
+            raise GTPValueError(
+                f"{describe_weight(weight)}: it is weight {own} of those that are gathered together, and was given as "
+                f"weight {place}, in the place of another. Give all of them in their order; to use them in another "
+                "one, move the rows of the input, or shard the weights one by one"
+            )
     return trainable[0]
 
 

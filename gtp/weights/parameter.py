@@ -120,6 +120,11 @@ class GTPWeight(ShardWithGradient, torch.nn.Parameter):
         return self.handle.runtime
 
     @property
+    def place_in_group(self) -> int:
+        """Its position among the weights that are gathered together, leader first."""
+        return self.handle.position
+
+    @property
     def label(self) -> str:
         return f"sharded weight {self.handle.name!r}"
 
