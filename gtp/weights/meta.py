@@ -94,6 +94,9 @@ def _replace_everywhere(model: nn.Module, choice: Choice, parameter: nn.Paramete
     """A meta parameter cannot be re-pointed to a real device: put the new object in all of its places."""
     old = choice.parameter
     vars(parameter).update(vars(old))  # what users wrote on it
+    # and registered: the same dicts, from which their handles remove
+    parameter._backward_hooks = old._backward_hooks
+    parameter._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
     for module in model.modules():
         for attribute, held in module._parameters.items():
             if held is old:

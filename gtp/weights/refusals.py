@@ -69,11 +69,6 @@ def refuse_parameters(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
                 "more ranks"
             )
         refuse_tensor_class(name, parameter)
-        if parameter.is_meta and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
-            raise GTPStateError(
-                f"{name}: a gradient hook is registered on it while it is on the meta device, and gtp.shard_model puts "
-                "another object in its place. Register hooks after gtp.shard_model"
-            )
 
 
 def refuse_tensor_class(name: str, tensor: torch.Tensor) -> None:

@@ -124,21 +124,28 @@ def test_hooks_that_were_registered_before_run_as_later_ones_do_or_are_refused(r
 
 
 def _on_meta():
-    def build():
-        with torch.device("meta"):
-            return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
-
-    for register in ("register_hook", "register_post_accumulate_grad_hook"):
-        model = build()
-        getattr(model[1].weight, register)(lambda _: None)
-        _refused(model, gtp.GTPStateError, r"1\.weight: a gradient hook.*meta device.*after gtp\.shard_model")
-    model = build()
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
     model[0].weight.decay, model[1].bias.decay = 0.1, 0.0
+    seen = []
+    model[1].weight.register_hook(lambda grad: 2 * grad)
+    model[1].weight.register_hook(lambda grad: 10 * grad).remove()
+    model[1].bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.tolist()))
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.shape))
     gtp.shard_model(model, dist.group.WORLD)
+    model(torch.arange(8.0)).sum().backward()
+    model[1].weight.grad, once = None, model[1].weight.grad
+    x = model[0](torch.arange(8.0)).detach()
+    plain = nn.LayerNorm(8)
+    plain(x).sum().backward()
+    assert torch.equal(once, 2 * plain.weight.grad)
+    assert len(seen) == 2
+    assert [1.0] * 8 in seen
+    assert (8 // dist.get_world_size(), 8) in seen
     return type(model[0].weight).__name__, model[0].weight.decay, model[1].bias.decay
 
 
-def test_attributes_of_meta_parameters_go_on_and_hooks_are_refused(ranks):
+def test_attributes_and_hooks_of_meta_parameters_go_on(ranks):
     """Both were lost with the object."""
     assert ranks(2).run(_on_meta) == [("GTPWeight", 0.1, 0.0)] * 2
 
