@@ -223,6 +223,11 @@ def peak_memory(step: Callable[[], object], device: torch.device) -> int | None:
 # -- results -------------------------------------------------------------------------------------------------------
 
 
+def bytes_outside(transport: object) -> int:
+    """Bytes that a transport holds outside of torch's allocator: peer memory, and what lies around mapped shards."""
+    return sum(getattr(transport, name, 0) for name in ("symmetric_bytes", "mapped_bytes"))
+
+
 def significant(value: float) -> float:
     """Five digits, whatever the size: a ratio of 0.08 is then as exact as one of 0.8."""
     return float(f"{value:.5g}")

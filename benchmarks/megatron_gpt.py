@@ -143,8 +143,8 @@ def settle(device: torch.device) -> int | None:
 
 
 def symmetric_bytes(model: Any) -> int:
-    """Peer memory of the copy engine, which is not torch's allocator's."""
-    return sum(getattr(r.transport, "symmetric_bytes", 0) for r in gtp.megatron.runtimes_of(model))
+    """Memory of the copy engine that is not torch's allocator's: of peers, and around mapped shards."""
+    return sum(common.bytes_outside(r.transport) for r in gtp.megatron.runtimes_of(model))
 
 
 def measure(kind: str, spec: str, seq: int, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:

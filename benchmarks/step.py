@@ -122,7 +122,7 @@ def build(name: str, sizes: Sizes, device: torch.device, args: argparse.Namespac
     model.zero_grad(set_to_none=True)
     common.synchronize(device)
     gc.collect()
-    outside = getattr(runtime.transport, "symmetric_bytes", 0) if runtime else 0
+    outside = common.bytes_outside(runtime.transport) if runtime else 0
     return Variant(name, model, runtime, _allocated(device) - before + outside, outside)
 
 

@@ -13,10 +13,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from gtp.errors import GTPStateError
+
+if TYPE_CHECKING:
+    from gtp.runtime.in_place import Place
+
+Kind = int | tuple[int, ...]
+"""What buffers have in common that can take each other's place: bytes, or those of the pieces of a `MappedBuffer`."""
 
 _ALIGN = 256  # bytes between members of one buffer: what GEMMs and copy engines like best
 
@@ -26,15 +33,25 @@ _use_count: Callable[[int], int] = torch._C._storage_Use_Count  # of a storage, 
 class Buffer:
     """One block of pooled memory. States: free, leased (`holds` > 0), lingering (holds == 0, storage still read)."""
 
-    __slots__ = ("_address", "_base", "_rest", "_storage", "_views", "events", "holds", "home", "nbytes", "streams")
+    __slots__ = (
+        "_address",
+        "_base",
+        "_rest",
+        "_storage",
+        "_views",
+        "events",
+        "holds",
+        "home",
+        "kind",
+        "nbytes",
+        "streams",
+    )
 
     def __init__(self, base: torch.Tensor, home: torch.cuda.Stream | None) -> None:
-        self._base = base
+        self._look_at(base)
         self.home = home  # the stream that the allocator gives this memory to, when it is given back
-        self._storage = base.untyped_storage()
-        self._address = self._storage._cdata
         self._views: dict[object, list[torch.Tensor]] = {}
-        self._rest = _use_count(self._address)
+        self.kind: Kind = base.numel()
         self.nbytes = base.numel()
         self.holds = 0
         self.streams: list[torch.cuda.Stream] = []
@@ -56,9 +73,22 @@ class Buffer:
             self._rest = _use_count(self._address)
         return views
 
+    def enter(self, place: Place) -> None:
+        """The holder is about to use it for this group: of interest to memory that can be mapped."""
+
+    def given_back(self) -> None:
+        """It is no longer in a pool, and ends if nobody else holds it."""
+
     def readable(self, dying: int = 0) -> bool:
         """Whether some tensor outside the pool, other than `dying` ones, still looks at this memory."""
         return _use_count(self._address) > self._rest + dying
+
+    def _look_at(self, base: torch.Tensor) -> None:
+        """`base`, at rest, is what is handed out from here on."""
+        self._base = base
+        self._storage = base.untyped_storage()
+        self._address = self._storage._cdata
+        self._rest = _use_count(self._address)
 
 
 def nbytes_of(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> int:
@@ -91,7 +121,7 @@ class BufferPool:
         self._allocate = allocate
         self._limit = limit
         self._on_cuda = on_cuda
-        self._free: dict[int, list[Buffer]] = {}
+        self._free: dict[Kind, list[Buffer]] = {}
         self._lingering: list[Buffer] = []
         self._spare_events: list[torch.cuda.Event] = []
         self._handed: dict[int, tuple[weakref.ref[torch.Tensor], Buffer]] = {}  # by id of the reference
@@ -102,12 +132,22 @@ class BufferPool:
         self.leased_bytes = 0
         self.peak_leased_bytes = 0
 
-    def lease(self, nbytes: int) -> Buffer:
-        """A buffer of at least `nbytes`, held once by the caller. Write it only after `buffer.events`."""
+    def lease(self, nbytes: int, place: Place | None = None) -> Buffer:
+        """A buffer of `nbytes`, held once by the caller. Write it only after `buffer.events`.
+
+        Args:
+            place: Where this rank's own part of those bytes lies already, and how to make a buffer around it.
+        """
         if self._lingering:
             self._collect()
-        free = self._free.get(nbytes)
-        buffer = free.pop() if free else self._new(nbytes)
+        free = self._free.get(nbytes if place is None else place.kind)
+        buffer = free.pop() if free else self._new(nbytes, place)
+        if place is not None:
+            try:
+                buffer.enter(place)
+            except BaseException:
+                self._free.setdefault(buffer.kind, []).append(buffer)
+                raise
         buffer.holds = 1
         self.leased_bytes += buffer.nbytes
         if self.leased_bytes > self.peak_leased_bytes:
@@ -169,9 +209,18 @@ class BufferPool:
     def trim(self) -> None:
         """Gives every free buffer back to the allocator. Leased ones stay."""
         self._collect()
-        for size in list(self._free):
-            for buffer in self._free.pop(size):
+        for kind in list(self._free):
+            for buffer in self._free.pop(kind):
                 self._give_back(buffer)
+
+    def end(self) -> None:
+        """The capture that this pool served is over, and so is every event in it."""
+        self._collect()
+        for buffers in self._free.values():
+            for buffer in buffers:
+                buffer.events.clear()
+                buffer.given_back()
+        self._free.clear()
 
     def _ended(self, lease: weakref.ref[torch.Tensor]) -> None:
         _, buffer = self._handed.pop(id(lease))
@@ -192,7 +241,7 @@ class BufferPool:
                 self._record(buffer, stream)
             buffer.streams.clear()
         self.leased_bytes -= buffer.nbytes
-        self._free.setdefault(buffer.nbytes, []).append(buffer)
+        self._free.setdefault(buffer.kind, []).append(buffer)
 
     def _current_stream(self) -> torch.cuda.Stream | None:
         """torch's own way to the current stream costs more than everything else here together."""
@@ -211,16 +260,17 @@ class BufferPool:
             event.record(stream)
             buffer.events.append(event)
 
-    def _new(self, nbytes: int) -> Buffer:
+    def _new(self, nbytes: int, place: Place | None) -> Buffer:
+        nbytes = nbytes if place is None else sum(place.kind)
         excess = self.reserved_bytes + nbytes - self._limit
         if excess > 0:
             # largest first: fewest allocator calls, and a vocabulary-sized buffer does not stay for a step
-            for size in sorted(self._free, reverse=True):
-                while self._free[size] and excess > 0:
-                    excess -= size
-                    self._give_back(self._free[size].pop())
+            for buffers in sorted(filter(None, self._free.values()), key=lambda b: b[0].nbytes, reverse=True):
+                while buffers and excess > 0:
+                    excess -= buffers[0].nbytes
+                    self._give_back(buffers.pop())
         home = self._current_stream()
-        buffer = Buffer(self._allocate(nbytes), home)
+        buffer = Buffer(self._allocate(nbytes), home) if place is None else place.new_buffer(home)
         self.reserved_bytes += buffer.nbytes
         # The allocator hands out memory in the order of the current stream: what had it before may not have run yet.
         self._record(buffer, home)
@@ -231,3 +281,4 @@ class BufferPool:
             event.wait(buffer.home)
         self.recycle_events(buffer)
         self.reserved_bytes -= buffer.nbytes
+        buffer.given_back()

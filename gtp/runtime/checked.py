@@ -11,6 +11,7 @@ import torch.distributed as dist
 from gtp.errors import DesyncError
 from gtp.ops.notes import Notes
 from gtp.runtime.group import WeightGroup
+from gtp.runtime.in_place import Place
 from gtp.runtime.transport import Transport
 
 
@@ -57,6 +58,9 @@ class CheckedTransport(Transport):
                     f"{rank}: {theirs}. All ranks of a GTP group must use the same weights in the same order; a rank "
                     "without work for a module must still run it (on an empty or masked input)"
                 )
+
+    def place(self, group: WeightGroup) -> Place | None:
+        return self._inner.place(group)
 
     def prepare(self, groups: Sequence[WeightGroup]) -> None:
         self._groups = list(dict.fromkeys(g.process_group for g in groups))

@@ -12,6 +12,7 @@ waiting for at that point. Were each rank to run its whole queue strictly in ord
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,17 +20,32 @@ import torch
 import torch.distributed as dist
 
 from gtp.errors import GTPStateError
-from gtp.ops.peer import Arena, ArenaFactory, CudaDriver, Driver, LocalArena, SymmetricArena, Watchdog
+from gtp.ops.peer import (
+    Arena,
+    ArenaFactory,
+    CudaDriver,
+    CudaPages,
+    Driver,
+    LocalArena,
+    PagedArenaFactory,
+    Pages,
+    SymmetricArena,
+    Watchdog,
+    make_paged_arena,
+)
 from gtp.runtime.copy_plans import GatherPlan, ReducePlan, plan_gather, plan_messages
 from gtp.runtime.domain import Domain
 from gtp.runtime.events import Events, Ticket
 from gtp.runtime.group import Member, WeightGroup
+from gtp.runtime.in_place import Place, Room
 from gtp.runtime.mail import Mail
 from gtp.runtime.transport import Transport
 
 MAILBOX_BYTES = 64 << 20  # at most: the widest slice of the model may need less
 MAILBOXES = 2
 FLAT_BYTES = 8 << 20  # replicated gradients beyond this go by a collective, which sends less than all to all
+
+_log = logging.getLogger("gtp")
 
 _ADVICE = (
     "all ranks of a GTP group must use the same weights in the same order. GTPConfig(peer_timeout=...) sets the time"
@@ -43,7 +59,8 @@ class CopyEngineTransport(Transport):
         device: This rank's GPU.
         reduce_sms: Upper bound on the SMs that an addition takes.
         peer_timeout: Seconds that a stream may wait for another rank before that rank is reported.
-        driver, make_arena, adder: What to run on, for tests: `CudaDriver`, `SymmetricArena` and `FusedAdd` otherwise.
+        driver, make_arena, adder, pages: What to run on, for tests: `CudaDriver`, `SymmetricArena`, `FusedAdd`,
+            `CudaPages` with `make_paged_arena` otherwise.
     """
 
     name = "copy_engine"
@@ -58,11 +75,17 @@ class CopyEngineTransport(Transport):
         driver: Driver | None = None,
         make_arena: ArenaFactory | None = None,
         adder: Any = None,
+        pages: tuple[Pages, PagedArenaFactory] | None = None,
     ) -> None:
         self._device = device
         self._peer_timeout = peer_timeout
         self._driver: Driver = CudaDriver(device) if driver is None else driver
         self._make_arena = make_arena or self._new_arena
+        self._pages = pages
+        if pages is None and device.type == "cuda":
+            self._pages = CudaPages(device), make_paged_arena
+        self._room: Room | None = None
+        self._places: list[Place | None] = []
         self._watchdog: Watchdog | None = None
         self._events = Events(self._driver)
         self._domains: dict[dist.ProcessGroup, Domain] = {}
@@ -94,12 +117,17 @@ class CopyEngineTransport(Transport):
                 mailboxes=MAILBOXES,
                 send_streams=self._mail.streams,
                 watch=None if self._watchdog is None else self._watchdog.site,
+                pages=self._pages,
             )
+        room = self._room = None if self._pages is None else Room(self._pages[0], self._driver.capture)
         for group in groups:
             domain = self._domains[group.process_group]
             for member in group.members:
                 self._move(domain, member)
             self._gather_plans.append(plan_gather(domain, group, self._pulls, self._local))
+            own = [domain.blocks[member] for member in group.members if member in domain.blocks]
+            self._places.append(Place(room, own, domain.rank, domain.size) if own and room is not None else None)
+        self._log_places(groups)
         if self._watchdog is not None:
             torch.cuda.synchronize(self._device)
             self._watchdog.start()
@@ -117,10 +145,28 @@ class CopyEngineTransport(Transport):
             member.shard = view
         member.send = view
 
+    def _log_places(self, groups: Sequence[WeightGroup]) -> None:
+        placed = sum(g.gathered_nbytes for g, place in zip(groups, self._places, strict=True) if place is not None)
+        problems = {d.why_no_pages for d in self._domains.values() if d.why_no_pages is not None}
+        _log.info(
+            "gtp: own shards are mapped into %.1f of %.1f MiB of gathered weights, and copied into the others%s",
+            placed / 2**20, sum(g.gathered_nbytes for g in groups) / 2**20,
+            f" (not mapped: {'; '.join(sorted(problems))})" if problems else "",
+        )  # fmt: skip
+
+    def place(self, group: WeightGroup) -> Place | None:
+        return self._places[group.index]
+
     @property
     def symmetric_bytes(self) -> int:
         """Bytes of peer memory on this rank: published shards and mailboxes. Not in torch's memory statistics."""
         return sum(domain.nbytes for domain in self._domains.values())
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of memory for peers' shards around mapped ones, pooled like other buffers. Not in torch's statistics,
+        either."""
+        return 0 if self._room is None else self._room.nbytes
 
     # -- lines ---------------------------------------------------------------------------------------------------
 
@@ -213,6 +259,8 @@ class CopyEngineTransport(Transport):
         if plan.domain not in self._open:
             raise GTPStateError(f"{group.name}: gathered outside of a line, where peers may be writing their shards")
         addresses = [tensor.data_ptr() for tensor in out]
+        place = self._places[group.index]
+        in_place = place is not None and addresses[0] in place.addresses
         # Events from before a capture may not be waited for inside it, and need not be: a capture begins with an idle
         # device. The current stream stands for the others, and brings the side streams into the capture.
         fork = self._events.take() if driver.capture() else None
@@ -220,7 +268,7 @@ class CopyEngineTransport(Transport):
             driver.record(fork, driver.current_stream())
         waits = [event.cuda_event for event in after] if fork is None else [fork]
         events = []
-        for stream, copies in plan.lanes:
+        for stream, copies in plan.of_peers if in_place else plan.lanes:
             for event in waits:
                 driver.wait_event(stream, event)
             for member, offset, source, nbytes in copies:

@@ -16,13 +16,21 @@ SPLIT_BYTES = 4 << 20  # a gather is worth more than one stream from here on
 Copy = tuple[int, int, int, int]
 """Member, offset in its buffer, address at the peer, bytes."""
 
+Lanes = tuple[tuple[int, tuple[Copy, ...]], ...]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GatherPlan:
-    """Streams, and the copies that each of them carries."""
+    """Streams, and the copies that each of them carries.
+
+    Attributes:
+        lanes: All copies.
+        of_peers: Those that are left where this rank's own shards are in place.
+    """
 
     domain: Domain
-    lanes: tuple[tuple[int, tuple[Copy, ...]], ...]
+    lanes: Lanes
+    of_peers: Lanes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,11 +80,14 @@ def plan_gather(domain: Domain, group: WeightGroup, pulls: Sequence[int], local:
     remote = [shards_of((domain.rank + step) % domain.size) for step in range(1, domain.size)]
     own = shards_of(domain.rank)
     if sum(sizes) * len(remote) < SPLIT_BYTES:
-        everything = (*chain.from_iterable(remote), *own)
-        return GatherPlan(domain, ((pulls[0], everything),) if everything else ())
-    dealt = [tuple(chain.from_iterable(remote[lane :: len(pulls)])) for lane in range(len(pulls))]
-    lanes = [*zip(pulls, dealt, strict=True), (local, tuple(own))]
-    return GatherPlan(domain, tuple((stream, copies) for stream, copies in lanes if copies))
+        together = tuple(chain.from_iterable(remote))
+        return GatherPlan(domain, _lanes((pulls[0], (*together, *own))), _lanes((pulls[0], together)))
+    dealt = [(stream, tuple(chain.from_iterable(remote[lane :: len(pulls)]))) for lane, stream in enumerate(pulls)]
+    return GatherPlan(domain, _lanes(*dealt, (local, tuple(own))), _lanes(*dealt))
+
+
+def _lanes(*lanes: tuple[int, tuple[Copy, ...]]) -> Lanes:
+    return tuple((stream, copies) for stream, copies in lanes if copies)
 
 
 def plan_messages(counts: Sequence[int], dtype: torch.dtype, domain: Domain) -> tuple[tuple[Part, ...], ...]:

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gtp.ops.peer import WORD, ArenaFactory, Driver, Handshake, Watch, aligned
+from gtp.ops.peer import (
+    WORD,
+    ArenaFactory,
+    Block,
+    Driver,
+    Handshake,
+    PagedArena,
+    PagedArenaFactory,
+    Pages,
+    Watch,
+    aligned,
+)
 from gtp.runtime.group import Member, WeightGroup
 
 
@@ -57,6 +67,8 @@ class Domain:
         mailboxes: How many take turns, in eager code and in graphs each: one is filled while another is read.
         send_streams: Streams that carry contributions; peers are dealt over them.
         watch: Told of every wait. None where nobody watches.
+        pages: Where shards of whole pages may be mapped a second time, and how blocks for them are made on all ranks;
+            None where they may not.
     """
 
     def __init__(
@@ -70,6 +82,7 @@ class Domain:
         mailboxes: int,
         send_streams: Sequence[int],
         watch: Watch | None,
+        pages: tuple[Pages, PagedArenaFactory] | None = None,
     ) -> None:
         self.process_group = process_group
         self.rank = process_group.rank()
@@ -84,11 +97,25 @@ class Domain:
         inboxes = [at + index * stride * (self.size - 1) for index in range(mailboxes if self.size > 1 else 0)]
         at += len(inboxes) * stride * (self.size - 1)
         self.offsets: dict[Member, int] = {}
-        for group in groups:
-            for member in group.members:
+        self.blocks: dict[Member, Block] = {}  # of the members that lie in pages of their own
+        self.pages: PagedArena | None = None
+        self.why_no_pages: str | None = None
+        in_pages: dict[Member, int] = {}
+        if pages is not None and self.size > 1:
+            in_pages = _in_pages(groups, pages[0].page)
+        if in_pages and pages is not None:
+            self.pages, self.why_no_pages = pages[1]([*in_pages.values()], process_group, pages[0])
+        if self.pages is not None:
+            self.blocks = dict(zip(in_pages, self.pages.blocks, strict=True))
+        in_block = 0
+        for member in (m for group in groups for m in group.members):
+            if member in self.blocks:
+                self.offsets[member] = in_block
+                in_block += in_pages[member]
+            else:
                 self.offsets[member] = at
-                at += aligned(member.send.numel() * member.send.element_size())
-        self.nbytes = at
+                at += aligned(_nbytes(member))
+        self.nbytes = at + in_block
         self.arena = make_arena(at, process_group)
         self.opened_with: Handshake | None = None
         self._turns = [0, 0]
@@ -130,13 +157,14 @@ class Domain:
 
     def address(self, member: Member, rank: int) -> int:
         """Where `rank` publishes its shard of a member, as mapped here."""
-        return self.arena.pointers[rank] + self.offsets[member]
+        arena = self.pages if self.pages is not None and member in self.blocks else self.arena
+        return arena.pointers[rank] + self.offsets[member]
 
     def shard_view(self, member: Member) -> torch.Tensor:
         """This rank's published shard `[shard_rows, *trailing]`, in the compute dtype."""
+        arena = self.pages if self.pages is not None and member in self.blocks else self.arena
         start = self.offsets[member]
-        nbytes = member.send.numel() * member.send.element_size()
-        return self.arena.local[start : start + nbytes].view(member.send.dtype).view(member.send.shape)
+        return arena.local[start : start + _nbytes(member)].view(member.send.dtype).view(member.send.shape)
 
     def flags(self) -> torch.Tensor:
         """This rank's flag words, int32."""
@@ -145,7 +173,7 @@ class Domain:
     def _stride(self, groups: Sequence[WeightGroup], mailbox_bytes: int) -> int:
         if self.size == 1:
             return 0
-        widest = max((math.prod(m.send.shape) * m.send.element_size() for g in groups for m in g.members), default=0)
+        widest = max((_nbytes(m) for g in groups for m in g.members), default=0)
         bound = mailbox_bytes // (self.size - 1)
         return max(min(aligned(widest), bound // 256 * 256), 4096)
 
@@ -185,3 +213,14 @@ class Domain:
                 reclaim, post = hands.reclaim_ops(peers), hands.post_ops(peers)
                 lanes.append(Lane(stream, peers, self._driver.batch(reclaim), self._driver.batch(post)))
         return Mailbox(hands, self.arena.pointers[self.rank] + inbox, stride, outbox, tuple(lanes), index)
+
+
+def _in_pages(groups: Sequence[WeightGroup], page: int) -> dict[Member, int]:
+    """The members of groups all of whose shards are whole pages, and their bytes."""
+    sizes = [{m: _nbytes(m) for m in group.members} for group in groups]
+    fit = [group for group in sizes if all(n > 0 and n % page == 0 for n in group.values())]
+    return {member: nbytes for group in fit for member, nbytes in group.items()}
+
+
+def _nbytes(member: Member) -> int:
+    return member.send.numel() * member.send.element_size()

@@ -59,6 +59,7 @@ class Gatherer:
         self._before_gather = before_gather
         self._shapes = [[m.padded_shape(g.size) for m in g.members] for g in groups]
         self._nbytes = [nbytes_of(shapes, g.compute_dtype) for shapes, g in zip(self._shapes, groups, strict=True)]
+        self._places = [transport.place(g) for g in groups]
         self._resident: dict[int, _Copy] = {}
         # Where `send` is a copy of the shard, by group: the versions it was copied at.
         self._sent: dict[int, list[int]] = {
@@ -206,7 +207,8 @@ class Gatherer:
         versions = _versions(group)
         if self._sent.get(index, versions) != versions:
             self._refresh([group])  # written since the line began
-        buffer = self._pool.lease(self._nbytes[index])
+        place = self._places[index]
+        buffer = self._pool.lease(self._nbytes[index], place)
         outs = buffer.views(index, self._shapes[index], group.compute_dtype)
         if self._capture:
             self._pool.join_readers(buffer)  # there, transports may fork from the current stream alone

@@ -301,6 +301,8 @@ class GTPRuntime:
             self._gatherer.require_no_line()
         self._reducer.switch(pools.wgrads, ends=bool(self._capture))
         self._gatherer.switch(pools.gathers, capture)
+        if self._capture:
+            self._pools.gathers.end()
         self._capture, self._pools = capture, pools
 
     def _consume(self, group: WeightGroup, phase: Phase, inside: bool) -> list[torch.Tensor]:

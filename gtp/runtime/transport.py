@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from gtp.runtime.group import WeightGroup
+from gtp.runtime.in_place import Place
 
 
 class Transport(abc.ABC):
@@ -44,6 +45,10 @@ class Transport(abc.ABC):
         `member.shard` afterwards).
         """
 
+    def place(self, group: WeightGroup) -> Place | None:
+        """How to make buffers of which this rank's own shards are a part, or None: any memory will do."""
+        return None
+
     def open(self, groups: Sequence[WeightGroup]) -> None:
         """Shards are current on this rank, in the order of the current stream, until `close`."""
 
@@ -58,8 +63,8 @@ class Transport(abc.ABC):
         """Starts gathering `member.send` of all ranks.
 
         Args:
-            out: Per member `[size * shard_rows, *trailing]` in the compute dtype, contiguous; rank r's rows are
-                `out[r * shard_rows : (r + 1) * shard_rows]`.
+            out: Over a buffer leased for `place(group)`. Per member `[size * shard_rows, *trailing]` in the compute
+                dtype, contiguous; rank r's rows are `out[r * shard_rows : (r + 1) * shard_rows]`.
             after: `out` may be written once these are past. Empty on CPU.
 
         Returns:

@@ -26,6 +26,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from gtp.errors import GTPStateError, GTPValueError
 
@@ -181,6 +182,7 @@ def _join(start: Start) -> Worker:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if "nccl" in start.backend:
         torch.cuda.set_device(start.rank)
+    _share_gloo_devices()
     store = dist.TCPStore("127.0.0.1", start.store_port, is_master=False)
     dist.init_process_group(
         start.backend,
@@ -191,3 +193,28 @@ def _join(start: Start) -> Worker:
         timeout=datetime.timedelta(minutes=30),
     )
     return Worker(start.rank, start.world_size)
+
+
+def _share_gloo_devices() -> None:
+    """All gloo groups of this process send through the same sockets' loop. Each would have one of its own otherwise: a
+    thread that wakes a hundred times a second, for as long as the process lives, also when nobody uses the group any
+    more; those of seventy groups, as tests leave them behind, take a tenth of a core.
+    """
+    # absent where torch was built without it; another torch may say differently what a group is to be like
+    gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
+    if gloo is None:
+        return
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interfaces is None:
+        devices = [gloo.create_default_device()]
+    else:
+        devices = [gloo.create_device(interface=name) for name in interfaces.split(",")]
+
+    class OneLoopGloo(gloo):  # type: ignore[misc]
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
+            options = gloo._Options()
+            options._devices = devices
+            options._timeout = timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = OneLoopGloo  # type: ignore[misc]

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from gtp.ops.peer import SignalOp, Wait
+from gtp.ops.peer import Block, Mapping, PagedArena, SignalOp, Wait
+from gtp.testing.host_pages import HostPages
 
 
 @dataclasses.dataclass(eq=False)
@@ -86,6 +87,8 @@ class Machine:
         self.records = 0
         self.executed = 0
         self._arenas: dict[tuple[str, int], list[torch.Tensor]] = {}
+        self.pages = LastingPages()
+        self._paged: dict[str, list[list[Block]]] = {}
         self._handles = 0
 
     def handle(self) -> int:
@@ -99,6 +102,15 @@ class Machine:
             self._arenas[key] = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(group.size())]
         assert self._arenas[key][0].numel() == nbytes, "ranks disagree on an arena's size"
         return self._arenas[key]
+
+    def paged_arena(self, sizes: Sequence[int], group: FakeGroup, pages: HostPages) -> tuple[PagedArena, None]:
+        """As `gtp.ops.peer.make_paged_arena`, with all ranks in one process. Made once per group."""
+        made = self._paged.setdefault(
+            group.group_name, [[Block(pages, nbytes) for nbytes in sizes] for _ in range(group.size())]
+        )
+        peers = {rank: Mapping(pages, blocks) for rank, blocks in enumerate(made)}
+        own = peers.pop(group.rank())
+        return PagedArena(own.blocks, own, peers, group.size()), None
 
     def run(self, seed: int, *, ahead: int | None = None, starved: Collection[int] = ()) -> None:
         """Executes everything that is queued.
@@ -145,6 +157,13 @@ class Machine:
                 what = head.what if isinstance(head, Operation) else f"graph: {[n.what for n in head.free[:8]]}"
                 lines.append(f"rank {rank} stream {stream}: {what} (and {len(queue) - 1} more)")
         return "\n".join(lines)
+
+
+class LastingPages(HostPages):
+    """What is queued when a mapping goes may use it until the end, as a device does that is not waited for."""
+
+    def retire(self, address: int, mapped: int, nbytes: int) -> None:
+        pass
 
 
 class FakeGroup:

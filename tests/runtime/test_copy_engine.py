@@ -20,6 +20,7 @@ import torch.distributed as dist
 from gtp.errors import GTPStateError, PeerError
 from gtp.ops.peer import why_not
 from gtp.runtime import copy_engine
+from gtp.runtime.buffers import Buffer
 from gtp.runtime.copy_engine import CopyEngineTransport
 from gtp.runtime.group import Member, WeightGroup
 from gtp.testing.ranks import RankPool, RankPools, rank, world_size
@@ -59,13 +60,21 @@ class Line:
         self.transport, self.groups, self.device = transport, groups, device
         self.bad = torch.zeros((), dtype=torch.int64, device=device)
         self.step_on_device = torch.zeros((), device=device)
-        self.outs = {
-            g.index: [torch.empty(m.padded_shape(g.size), dtype=g.compute_dtype, device=device) for m in g.members]
-            for g in groups
-        }
+        self.buffers: list[Buffer] = []
+        self.outs = {g.index: self._outs(g) for g in groups}
         self.wgrads = {index: [torch.empty_like(o) for o in outs] for index, outs in self.outs.items()}
         self.into = {g.index: [torch.full_like(m.shard, 3.0, dtype=torch.float32) for m in g.members] for g in groups}
         self.free: dict[int, torch.cuda.Event | None] = dict.fromkeys(self.outs)
+
+    def _outs(self, group: WeightGroup) -> list[torch.Tensor]:
+        """With this rank's own shards in place, where they are whole pages."""
+        shapes = [m.padded_shape(group.size) for m in group.members]
+        place = self.transport.place(group)
+        if place is None:
+            return [torch.empty(shape, dtype=group.compute_dtype, device=self.device) for shape in shapes]
+        self.buffers.append(place.new_buffer(None))
+        self.buffers[-1].enter(place)
+        return self.buffers[-1].views(group.index, shapes, group.compute_dtype)
 
     def gather(self, group: WeightGroup) -> Any:
         event = self.free[group.index]
@@ -77,7 +86,8 @@ class Line:
             for peer in range(group.size):
                 rows = out[peer * member.shard_rows : (peer + 1) * member.shard_rows]
                 self.bad += (rows != self.step_on_device + 4 * group.index + peer).sum()
-            out.fill_(-7.0)  # whoever reads this buffer too late sees it
+                if peer != group.rank or self.transport.place(group) is None:  # else it is the shard
+                    rows.fill_(-7.0)  # whoever reads this buffer too late sees it
         if not torch.cuda.is_current_stream_capturing():
             self.free[group.index] = torch.cuda.Event()
             self.free[group.index].record()

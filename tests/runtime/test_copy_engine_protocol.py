@@ -83,7 +83,13 @@ def make_ranks(
     for rank in range(machine.ranks):
         driver = SimulatedDriver(machine, rank)
         adder = type("Adder", (SimulatedAdder,), {"driver": driver})
-        transport = CopyEngineTransport(_CPU, driver=driver, make_arena=driver.make_arena, adder=adder)
+        transport = CopyEngineTransport(
+            _CPU,
+            driver=driver,
+            make_arena=driver.make_arena,
+            adder=adder,
+            pages=(machine.pages, machine.paged_arena),
+        )
         process_groups: dict[tuple[int, ...], FakeGroup] = {}
         groups = []
         for members_over, member_shapes in zip(over, shapes, strict=True):

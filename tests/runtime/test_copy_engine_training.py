@@ -19,15 +19,21 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
 
 class Model(nn.Module):
-    """Without an embedding: its backward on CUDA adds in no fixed order."""
+    """Without an embedding: its backward on CUDA adds in no fixed order.
 
-    def __init__(self) -> None:
+    At width 64 own shards are copied into gathered weights; at 1024 those of the layers are whole pages, and mapped.
+    """
+
+    def __init__(self, width: int = 64) -> None:
         super().__init__()
-        self.embed = nn.Linear(50, 64, bias=False)
+        self.embed = nn.Linear(50, width, bias=False)
         self.layers = nn.ModuleList(
-            [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 96), nn.Linear(96, 64)) for _ in "1234"]
+            [
+                nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width))
+                for _ in "1234"
+            ]
         )
-        self.head = nn.Linear(64, 50)
+        self.head = nn.Linear(width, 50)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(nn.functional.one_hot(ids, 50).to(self.head.bias.dtype))
@@ -61,10 +67,17 @@ def warmed_up(step: Callable[[], object]) -> None:
     dist.barrier()
 
 
-def train_both(keep_bytes: int) -> dict[str, Any]:
+WIDTHS = pytest.mark.parametrize("width", [64, 1024], ids=["copied", "mapped"])
+
+
+def require_mapped(runtime: gtp.GTPRuntime, width: int) -> None:
+    assert (runtime.transport.mapped_bytes > 0) == (width == 1024)
+
+
+def train_both(width: int, keep_bytes: int) -> dict[str, Any]:
     device = device_of_rank()
     torch.manual_seed(0)
-    plain, sharded = Model().to(device), Model().to(device)
+    plain, sharded = Model(width).to(device), Model(width).to(device)
     sharded.load_state_dict(plain.state_dict())
     config = gtp.GTPConfig(transport="copy_engine", keep_bytes=keep_bytes)
     runtime = gtp.shard_model(sharded, dist.group.WORLD, config=config)
@@ -91,27 +104,30 @@ def train_both(keep_bytes: int) -> dict[str, Any]:
     sharded.load_state_dict(state)
     with torch.no_grad():
         same_losses.append(torch.equal(loss_of(sharded, mine[0]), loss_of(plain, mine[0])))
+    require_mapped(runtime, width)
     stats = runtime.stats()
     return {"transport": (stats.transport, stats.transport_reason), "same": same_losses, "hits": stats.hit_rate > 0.5}
 
 
+@WIDTHS
 @pytest.mark.parametrize("keep_bytes", [0, 1 << 20])
-def test_a_model_trains_as_the_unsharded_one(pair: RankPool, keep_bytes: int) -> None:
+def test_a_model_trains_as_the_unsharded_one(pair: RankPool, keep_bytes: int, width: int) -> None:
     wanted = {"transport": ("copy_engine", "asked for"), "same": [True] * 2, "hits": True}
-    assert pair.run(train_both, keep_bytes, timeout=100) == [wanted] * 2
+    assert pair.run(train_both, width, keep_bytes * width // 64, timeout=100) == [wanted] * 2
 
 
-def train_with_a_compute_copy() -> list[bool]:
+def train_with_a_compute_copy(width: int) -> list[bool]:
     """fp32 weights, bf16 GEMMs: what is gathered is always the current weight, rounded."""
     device = device_of_rank()
     torch.manual_seed(0)
-    model = Model().to(device)
+    model = Model(width).to(device)
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data = parameter.data.bfloat16()
-    gtp.shard_model(model, dist.group.WORLD, config=gtp.GTPConfig(transport="copy_engine", param_dtype=torch.bfloat16))
+    config = gtp.GTPConfig(transport="copy_engine", param_dtype=torch.bfloat16)
+    runtime = gtp.shard_model(model, dist.group.WORLD, config=config)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    weight, same = model.head.weight, []
+    weight, same = model.layers[1][1].weight, []
     for step in range(4):
         loss_of(model, batches(step, device)[rank()]).backward()
         optimizer.step()
@@ -119,21 +135,23 @@ def train_with_a_compute_copy() -> list[bool]:
         (full,) = [weight.materialize_group_for_forward()]
         same.append(torch.equal(full, weight.full_tensor().bfloat16()))
         del full
+    require_mapped(runtime, width)
     return same
 
 
-def test_a_model_trains_with_a_compute_copy_in_peer_memory(pair: RankPool) -> None:
-    assert pair.run(train_with_a_compute_copy, timeout=100) == [[True] * 4] * 2
+@WIDTHS
+def test_a_model_trains_with_a_compute_copy_in_peer_memory(pair: RankPool, width: int) -> None:
+    assert pair.run(train_with_a_compute_copy, width, timeout=100) == [[True] * 4] * 2
 
 
-def graphed_training() -> list[bool]:
+def graphed_training(width: int) -> list[bool]:
     """Forward, backward and optimizer in one graph, against the same steps run eagerly."""
     device = device_of_rank()
     torch.manual_seed(0)
-    models = [Model().to(device), Model().to(device)]
+    models = [Model(width).to(device), Model(width).to(device)]
     models[1].load_state_dict(models[0].state_dict())
     for model in models:
-        gtp.shard_model(model, dist.group.WORLD, config=gtp.GTPConfig(transport="copy_engine"))
+        runtime = gtp.shard_model(model, dist.group.WORLD, config=gtp.GTPConfig(transport="copy_engine"))
     optimizers = [torch.optim.AdamW(m.parameters(), 1e-2, capturable=True, foreach=True) for m in models]
     ids = batches(0, device)[rank()].clone()
 
@@ -156,12 +174,59 @@ def graphed_training() -> list[bool]:
         same.append(torch.equal(loss, captured_loss))
     same += same_parameters(*models)
     torch.cuda.synchronize()
+    require_mapped(runtime, width)
     return same
 
 
-def test_a_graphed_training_step_equals_the_eager_one(pair: RankPool) -> None:
-    for same in pair.run(graphed_training, timeout=100):
+@WIDTHS
+def test_a_graphed_training_step_equals_the_eager_one(pair: RankPool, width: int) -> None:
+    for same in pair.run(graphed_training, width, timeout=100):
         assert all(same), same
+
+
+def graphs_captured_anew() -> tuple[list[bool], list[int]]:
+    """Graphs of one step, each still right after the next was captured and after a release of pooled memory."""
+    device = device_of_rank()
+    torch.manual_seed(0)
+    model = Model(1024).to(device)
+    runtime = gtp.shard_model(model, dist.group.WORLD, config=gtp.GTPConfig(transport="copy_engine"))
+    ids = batches(0, device)[rank()].clone()
+
+    def step() -> torch.Tensor:
+        model.zero_grad(set_to_none=True)
+        loss = loss_of(model, ids)
+        loss.backward()
+        return loss.detach()
+
+    warmed_up(step)
+    graphs, losses, held = [], [], []
+    for _ in range(3):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            losses.append(step())
+        held.append(runtime.transport.mapped_bytes)
+    eager = runtime.transport.mapped_bytes
+    runtime.release()
+    freed = eager - runtime.transport.mapped_bytes
+    same = []
+    for turn in range(3):
+        ids.copy_(batches(turn + 1, device)[rank()])
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+        wanted = step()
+        for graph, loss in zip(graphs, losses, strict=True):
+            graph.replay()
+            same.append(torch.equal(loss, wanted))
+    torch.cuda.synchronize()
+    return same, [*held, freed]
+
+
+def test_graphs_that_are_captured_anew_share_what_is_mapped(pair: RankPool) -> None:
+    for same, (first, second, third, freed) in pair.run(graphs_captured_anew, timeout=100):
+        assert all(same), same
+        assert first == second == third > 0
+        assert 0 < freed < first
 
 
 def replayed_micro_batches() -> list[bool]:

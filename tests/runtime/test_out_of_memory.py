@@ -31,7 +31,7 @@ def _out_of_memory_at(pool: Any, lease: int) -> Any:
     """The `lease`-th lease of a pool from now on finds no memory. Returns what mends that."""
     real, count = pool.lease, [0]
 
-    def failing(nbytes: int) -> Any:
+    def failing(nbytes: int, place: Any = None) -> Any:
         count[0] += 1
         if count[0] == lease:
             raise MemoryError("simulated")

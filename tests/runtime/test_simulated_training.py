@@ -244,6 +244,7 @@ class _Trainer:
         graph = self.driver.end_capture()
         self.reducer.switch(self.eager.wgrads, ends=True)
         self.gatherer.switch(self.eager.gathers, 0)
+        pools.gathers.end()
         self.allocate = eager
         self.graphs.append(pools)
         return graph
@@ -283,6 +284,7 @@ def train(trainer: _Trainer, steps: Sequence[Step], seed: int) -> None:
 
 
 _SHAPES = [[(16, 8)], [(16, 8), (8, 8)], [(16, 8)], [(24, 8)]]
+_PAGES = [[(16, 64)], [(16, 64), (32, 64)], [(16, 64)], [(24, 8)]]  # of 4096 bytes, but for the last
 _OVER = {2: [(0, 1)] * 4, 4: [(0, 1, 2, 3)] * 4}
 _steps = st.builds(
     Step,
@@ -293,21 +295,35 @@ _steps = st.builds(
 )
 
 
-def run(machine: Machine, steps: Sequence[Step], config: GTPConfig, limit: int, frozen: Frozen, seed: int) -> None:
+def run(
+    machine: Machine,
+    steps: Sequence[Step],
+    config: GTPConfig,
+    limit: int,
+    frozen: Frozen,
+    seed: int,
+    shapes: Sequence[Sequence[tuple[int, int]]] = _SHAPES,
+) -> None:
     """Trains on all ranks, and looks at all that any of them has read."""
-    trainers = _trainers(machine, config, limit, frozen)
+    trainers = _trainers(machine, config, limit, frozen, shapes)
     for trainer in trainers:
         train(trainer, steps, seed)
     machine.run(seed)
     _check(trainers)
 
 
-def _trainers(machine: Machine, config: GTPConfig, limit: int, frozen: Frozen) -> list[_Trainer]:
+def _trainers(
+    machine: Machine,
+    config: GTPConfig,
+    limit: int,
+    frozen: Frozen,
+    shapes: Sequence[Sequence[tuple[int, int]]] = _SHAPES,
+) -> list[_Trainer]:
     over = _OVER[machine.ranks]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copy_engine, "MAILBOX_BYTES", 4096)
         patch.setattr(copy_plans, "SPLIT_BYTES", 0)
-        return [_Trainer(me, over, config, limit, frozen) for me in make_ranks(machine, over, _SHAPES)]
+        return [_Trainer(me, over, config, limit, frozen) for me in make_ranks(machine, over, shapes)]
 
 
 def _check(trainers: Sequence[_Trainer]) -> None:
@@ -331,6 +347,40 @@ def test_memory_is_reused_after_everybody_has_read_it(
 ) -> None:
     config = GTPConfig(prefetch_bytes=window, keep_bytes=kept, grad_reduce="sum")
     run(Machine(ranks, serial=serial), steps, config, limit, frozen, seed)
+
+
+@pytest.mark.parametrize("ranks, serial", [(2, False), (2, True), (4, False)])
+@given(
+    seed=st.integers(0, 2**31),
+    steps=st.lists(_steps, min_size=3, max_size=4),
+    window=st.sampled_from([0, 8192, 32768]),
+    kept=st.sampled_from([0, 16384]),
+    limit=st.sampled_from([0, 1 << 30]),
+)
+@settings(max_examples=8)
+def test_own_shards_in_place_are_what_a_copy_of_them_would_be(
+    ranks: int, serial: bool, seed: int, steps: list[Step], window: int, kept: int, limit: int
+) -> None:
+    """An optimizer writes into what GEMMs read: before the first read of the next step, after the last of this one."""
+    machine = Machine(ranks, serial=serial)
+    config = GTPConfig(prefetch_bytes=window, keep_bytes=kept, grad_reduce="sum")
+    run(machine, steps, config, limit, [], seed, _PAGES)
+
+
+def test_graphs_captured_one_after_the_other_share_what_is_mapped() -> None:
+    """A graph that was captured anew every few steps would hold more and more otherwise."""
+    machine = Machine(2)
+    trainers = _trainers(machine, GTPConfig(prefetch_bytes=16384, grad_reduce="sum"), 1 << 30, [], _PAGES)
+    held: list[int] = []
+    for trainer in trainers:
+        for time in range(5):
+            graph = trainer.capture(lambda: trainer.step([0, 1, 2, 3], [], time, lambda: None))  # noqa: B023
+            trainer.driver.replay(graph, time)
+            held.append(trainer.me.transport.mapped_bytes)
+    machine.run(0)
+    _check(trainers)
+    assert held == [held[0]] * 10
+    assert held[0] > 0
 
 
 @pytest.mark.parametrize("replays", [0, 2], ids=["eager", "graphs"])

@@ -94,6 +94,26 @@ def sum_in(members: tuple[int, ...]) -> float | None:
     return x.item()
 
 
+def threads_that_send() -> int:
+    """How many threads this process has beside those in which gloo's collectives run."""
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return len(names) - names.count("pt_gloo_runloop")
+
+
+def sending_threads_of_new_groups() -> int:
+    before = threads_that_send()
+    groups = [dist.new_group() for _ in range(5)]
+    x = torch.ones(())
+    for group in groups:
+        dist.all_reduce(x, group=group)
+    assert x.item() == dist.get_world_size() ** len(groups)
+    # a thread gets its name a moment after its start
+    deadline = time.monotonic() + 10
+    while (after := threads_that_send()) != before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return after - before
+
+
 def refusal_of(members: tuple[int, ...]) -> str:
     with pytest.raises(GTPValueError) as caught:
         rank_api.subgroup(members)
@@ -167,6 +187,12 @@ def test_subgroups_are_made_once_and_none_outside(ranks: RankPools) -> None:
     assert pool.run(sum_in, (0, 2)) == [2.0, None, 2.0]
     assert pool.run(sum_in, (1, 2)) == [None, 3.0, 3.0]
     assert pool.run(sum_in, (0, 2)) == [2.0, None, 2.0]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks at threads as Linux shows them")
+def test_new_groups_bring_no_threads_that_wake_by_themselves(pool: RankPool) -> None:
+    """Groups that tests leave behind cost the tests after them nothing."""
+    assert pool.run(sending_threads_of_new_groups) == [0, 0]
 
 
 @pytest.mark.parametrize("members", [(), (1, 0), (0, 0), (0, 2), (-1, 0)])

@@ -11,6 +11,8 @@ driver.submit(hands.post, stream)       # see [Note: signals that replay] for th
 from gtp.ops.peer.driver import CudaDriver, Driver, SignalOp, Wait, Write, current_capture
 from gtp.ops.peer.handshake import WORD, Handshake
 from gtp.ops.peer.memory import Arena, ArenaFactory, LocalArena, SymmetricArena, aligned
+from gtp.ops.peer.paged import PagedArena, PagedArenaFactory, make_paged_arena
+from gtp.ops.peer.pages import Block, CudaPages, Mapping, Pages
 from gtp.ops.peer.probe import why_not
 from gtp.ops.peer.watchdog import Watch, Watchdog
 
@@ -18,10 +20,16 @@ __all__ = [
     "WORD",
     "Arena",
     "ArenaFactory",
+    "Block",
     "CudaDriver",
+    "CudaPages",
     "Driver",
     "Handshake",
     "LocalArena",
+    "Mapping",
+    "PagedArena",
+    "PagedArenaFactory",
+    "Pages",
     "SignalOp",
     "SymmetricArena",
     "Wait",
@@ -30,5 +38,6 @@ __all__ = [
     "Write",
     "aligned",
     "current_capture",
+    "make_paged_arena",
     "why_not",
 ]

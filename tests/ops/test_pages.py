@@ -1,0 +1,149 @@
+"""Physical memory that is mapped at several places, and handed to other ranks."""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gtp.errors import GTPStateError
+from gtp.ops.peer import Block, CudaPages, Mapping, make_paged_arena
+from gtp.testing.host_pages import HostPages
+from gtp.testing.ranks import RankPool, RankPools
+
+
+def _pages(device: str) -> Any:
+    return HostPages() if device == "cpu" else CudaPages(torch.device("cuda", torch.cuda.current_device()))
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_block_is_seen_at_two_places(device: str) -> None:
+    pages = _pages(device)
+    shared, other = Block(pages, pages.page), Block(pages, 2 * pages.page)
+    alone, between = (
+        Mapping(pages, [shared]).tensor(),
+        Mapping(pages, [other, shared, Block(pages, pages.page)]).tensor(),
+    )
+    assert between.numel() == 4 * pages.page
+    assert between.device.type == device
+    between.copy_(torch.randint(0, 255, between.shape, dtype=torch.uint8, device=device))
+    mine = between[2 * pages.page : 3 * pages.page]
+    assert torch.equal(alone, mine)
+    before = between.clone()
+    alone.add_(1)
+    assert torch.equal(mine, alone)
+    assert torch.equal(between[: 2 * pages.page], before[: 2 * pages.page])
+    assert torch.equal(between[3 * pages.page :], before[3 * pages.page :])
+
+
+def test_memory_goes_with_the_last_tensor_over_it() -> None:
+    pages = HostPages()
+    block = Block(pages, pages.page)
+    first, second = Mapping(pages, [block]).tensor(), Mapping(pages, [block]).tensor()
+    assert (pages.mapped, pages.allocated) == (2 * pages.page, pages.page)
+    part = first[:3].view(torch.uint8)
+    del first
+    assert pages.mapped == 2 * pages.page
+    part.fill_(7)
+    assert second[:4].tolist() == [7, 7, 7, 0]
+    del part
+    assert pages.mapped == pages.page
+    del second, block
+    assert (pages.mapped, pages.allocated) == (0, 0)
+
+
+@pytest.mark.gpu
+def test_memory_of_a_gpu_comes_back() -> None:
+    pages = _pages("cuda")
+    torch.cuda.synchronize()
+    before, _ = torch.cuda.mem_get_info()
+    size = 64 * pages.page
+    tensor = Mapping(pages, [Block(pages, size), Block(pages, size)]).tensor()
+    tensor.fill_(1)
+    held, _ = torch.cuda.mem_get_info()
+    assert before - held >= 2 * size
+    del tensor
+    gc.collect()
+    assert torch.cuda.mem_get_info()[0] >= before - pages.page
+
+
+def test_a_mapping_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = HostPages()
+    blocks = [Block(pages, pages.page), Block(pages, pages.page)]
+    once, real = [True], pages.map
+
+    def fails_the_second_time(*arguments: int) -> None:
+        if not once:
+            raise GTPStateError("no")
+        once.clear()
+        real(*arguments)
+
+    monkeypatch.setattr(pages, "map", fails_the_second_time)
+    with pytest.raises(GTPStateError, match="no"):
+        Mapping(pages, blocks)
+    assert pages.mapped == 0
+
+
+def _exchange(device: str, sizes: list[int]) -> None:
+    """Every rank reads what the others wrote, where they wrote it, and sees it change."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    pages = _pages(device)
+    arena, problem = make_paged_arena([n * pages.page for n in sizes], dist.group.WORLD, pages)
+    assert problem is None
+    assert [block.nbytes for block in arena.blocks] == [n * pages.page for n in sizes]
+    starts = [sum(sizes[:index]) * pages.page for index in range(len(sizes))]
+    for turn in range(2):
+        for index, start in enumerate(starts):
+            arena.local[start : start + 4] = torch.tensor([rank, index, turn, 9], dtype=torch.uint8)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+        for peer in range(world):
+            mapping = arena._peers.get(peer)
+            seen = arena.local if mapping is None else mapping.tensor()
+            assert seen.data_ptr() == arena.pointers[peer]
+            for index, start in enumerate(starts):
+                assert seen[start : start + 4].tolist() == [peer, index, turn, 9]
+        dist.barrier()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_see_each_others_blocks(ranks: RankPools, world: int) -> None:
+    ranks(world).run(_exchange, "cpu", [1, 3, 2] * 13)  # more than go over the socket at a time
+
+
+@pytest.mark.gpu
+def test_ranks_see_each_others_blocks_on_gpus(pair: RankPool) -> None:
+    pair.run(_exchange, "cuda", [1, 3, 2] * 13)
+
+
+def _exchange_with_trouble(rank_in_trouble: int, where: str) -> None:
+    rank = dist.get_rank()
+    pages = HostPages()
+    if rank == rank_in_trouble:
+
+        def fails(*_: Any, **__: Any) -> int:
+            raise GTPStateError("the driver says no") if where != "export" else OSError("no descriptors are left")
+
+        setattr(pages, where, fails)
+    files = len(os.listdir("/proc/self/fd"))
+    arena, problem = make_paged_arena([pages.page] * 3, dist.group.WORLD, pages)
+    assert arena is None
+    assert f"rank {rank_in_trouble} of group" in problem
+    assert ("no descriptors are left" if where == "export" else "the driver says no") in problem
+    assert pages.mapped == 0
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+@pytest.mark.parametrize("where", ["create", "map", "export", "import_"])
+def test_a_rank_that_cannot_is_named_on_all_ranks(ranks: RankPools, where: str) -> None:
+    ranks(2).run(_exchange_with_trouble, 1, where)
