@@ -196,14 +196,13 @@ def _join(start: Start) -> Worker:
 
 
 def _share_gloo_devices() -> None:
-    """All gloo groups of this process send through the same sockets' loop. Each would have one of its own otherwise: a
-    thread that wakes a hundred times a second, for as long as the process lives, also when nobody uses the group any
-    more; those of seventy groups, as tests leave them behind, take a tenth of a core.
+    """All gloo groups of this process send through one loop. Otherwise each has its own: a thread that wakes a hundred
+    times a second for as long as the process lives, also when nobody uses the group any more. Those of seventy groups,
+    as tests leave them behind, take a tenth of a core.
     """
-    # absent where torch was built without it; another torch may say differently what a group is to be like
     gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
     if gloo is None:
-        return
+        return  # a torch that was built without it
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
     if interfaces is None:
         devices = [gloo.create_default_device()]
