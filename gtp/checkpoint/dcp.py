@@ -258,7 +258,7 @@ def _require_same_names(saved: Saved, whose: str, wanted: set[str], there: set[s
 def _finish_prefetches(model: nn.Module) -> None:
     """DCP writes into the shards themselves."""
     for weight in held_weights(model):
-        weight.runtime.before_write()
+        weight.before_write()
 
 
 def _has_tensors(value: Any) -> bool:

@@ -46,8 +46,8 @@ class ShardMemory(torch.Tensor):
             return call_plain(func, args, kwargs)
         owners = [t.owner() for t in _written(name, args, kwargs) if isinstance(t, cls)]
         weights = list(dict.fromkeys(weight for weight in owners if weight is not None))
-        for runtime in dict.fromkeys(weight.runtime for weight in weights):
-            runtime.before_write()
+        for weight in weights:
+            weight.before_write()
         if all(kind is cls for kind in types):
             result = call_plain(func, args, kwargs)
         else:  # weights, gradients and rows have rules of their own

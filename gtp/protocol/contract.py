@@ -36,8 +36,9 @@ class DistributedWeight(Protocol):
     """A weight that is materialized just before its GEMM. Implementers must be `torch.Tensor` subclasses.
 
     The contract beyond the signatures: full weights are plain tensors (not distributed themselves), contiguous, with
-    the logical shape `[rows, *shard.shape[1:]]`; they may be read until their last reference goes; a materialize may
-    be called any number of times per finalize, and its answer may be left unused.
+    the logical shape `[rows, *shard.shape[1:]]`; they are not to be written, and may be read until their last reference
+    goes or a shard of the group is written, whichever is first; a materialize may be called any number of times per
+    finalize, and its answer may be left unused.
     """
 
     is_distributed_weight: bool

@@ -76,6 +76,9 @@ class Buffer:
     def enter(self, place: Place) -> None:
         """The holder is about to use it for this group: of interest to memory that can be mapped."""
 
+    def shard_written(self, place: Place) -> None:
+        """Shards of this group are about to be written, which changes memory that they are mapped into."""
+
     def given_back(self) -> None:
         """It is no longer in a pool, and ends if nobody else holds it."""
 
@@ -205,6 +208,11 @@ class BufferPool:
         """After the next writer was made to wait: the events may be recorded anew."""
         self._spare_events.extend(buffer.events)
         buffer.events.clear()
+
+    def shard_written(self, place: Place) -> None:
+        """This rank's shards change where they are. Who has kept a full weight of them for backward is to know."""
+        for buffer in {*(buffer for _, buffer in self._handed.values()), *self._lingering}:
+            buffer.shard_written(place)
 
     def trim(self) -> None:
         """Gives every free buffer back to the allocator. Leased ones stay."""

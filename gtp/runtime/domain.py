@@ -216,8 +216,11 @@ class Domain:
 
 
 def _in_pages(groups: Sequence[WeightGroup], page: int) -> dict[Member, int]:
-    """The members of groups all of whose shards are whole pages, and their bytes."""
-    sizes = [{m: _nbytes(m) for m in group.members} for group in groups]
+    """The members of groups all of whose shards are whole pages, and their bytes.
+
+    A full weight that others see stays a copy: they may keep it for later, and a copy is then what it was.
+    """
+    sizes = [{m: _nbytes(m) for m in group.members} for group in groups if not group.shown]
     fit = [group for group in sizes if all(n > 0 and n % page == 0 for n in group.values())]
     return {member: nbytes for group in fit for member, nbytes in group.items()}
 

@@ -101,6 +101,7 @@ class WeightGroup:
         rank, size: This rank in `process_group`, and its size.
         replicate_group: The axis over which shards are replicated, or None.
         compute_dtype: Dtype of the gathered weights.
+        shown: Whether code that is not gtp's sees full weights, and may keep or write them.
     """
 
     index: int
@@ -111,6 +112,7 @@ class WeightGroup:
     size: int
     replicate_group: dist.ProcessGroup | None
     compute_dtype: torch.dtype
+    shown: bool = False
 
     @property
     def gathered_nbytes(self) -> int:

@@ -75,6 +75,11 @@ class MappedBuffer(Buffer):
             base = self._mapped[place] = place.map(self._pieces)
         self._look_at(base)
 
+    def shard_written(self, place: Place) -> None:
+        # autograd refuses what was saved and has another version since, as it does for a plain weight
+        if self._mapped.get(place) is self._base:
+            torch.autograd.graph.increment_version(self._base)
+
     def given_back(self) -> None:
         room = None if self._room is None else self._room()
         if room is not None:

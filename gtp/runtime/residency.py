@@ -110,8 +110,8 @@ class Gatherer:
             self._pool.let_go(copy.buffer)
         return full
 
-    def before_write(self) -> None:
-        """A shard is about to be written in place: no gather may be reading it, on any rank.
+    def before_write(self, groups: Sequence[WeightGroup]) -> None:
+        """Shards of `groups` are about to be written in place: no gather may be reading them, on any rank.
 
         In the middle of a line, the transport's is interrupted until the next gather; copies of other shards stay.
         """
@@ -119,6 +119,11 @@ class Gatherer:
             self._finish_all()
             self._transport.close()
             self._interrupted = True
+        if self._pool.leased_bytes:
+            for group in groups:
+                place = self._places[group.index]
+                if place is not None:
+                    self._pool.shard_written(place)
 
     def drop_all(self) -> None:
         """After an exception or for `release`: nothing stays resident, nothing stays in flight."""

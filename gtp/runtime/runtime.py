@@ -147,10 +147,10 @@ class GTPRuntime:
             with torch.inference_mode(False), torch.no_grad():
                 self._gatherer.close_line()
 
-    def before_write(self) -> None:
-        """Shards are about to be written in place."""
+    def before_write(self, groups: Sequence[WeightGroup]) -> None:
+        """Shards of these groups are about to be written in place."""
         if self._started:
-            self._gatherer.before_write()
+            self._gatherer.before_write(groups)
 
     # -- the contract's side -------------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ def full_weights(model: nn.Module, *, write: bool = False) -> Iterator[dict[str,
     with torch.no_grad():
         for name in written:
             weight = weights[name]
-            weight.runtime.before_write()
+            weight.before_write()
             weight.plain_shard()[weight.layout.valid_slice].copy_(full[name][weight.layout.shard_slice])
 
 

@@ -285,7 +285,7 @@ class GTPWeight(ShardWithGradient, torch.nn.Parameter):
 
     def before_write(self) -> None:
         """Somebody is about to write the shard: see [Note: no stale reads]."""
-        self.handle.runtime.before_write()
+        self.handle.runtime.before_write([self.handle.group])
 
     def clear_padding(self) -> None:
         """Zeroes the rows of the shard that no logical row maps to, after somebody wrote the shard."""

@@ -283,7 +283,7 @@ def _call_writing(
     owners = [shard.memory_of() for shard in written if shard.memory_of is not None]
     weights = [weight for weight in owners if weight is not None]
     for runtime in dict.fromkeys([weight.handle.runtime for weight in weights]):
-        runtime.before_write()
+        runtime.before_write([weight.handle.group for weight in weights if weight.handle.runtime is runtime])
     result = call_plain(func, args, kwargs)
     for weight in weights:
         if weight.origin.has_padding:

@@ -148,12 +148,19 @@ def _gtp_groups(selection: Selection) -> list[dist.ProcessGroup]:
     return list(dict.fromkeys(c.axes.gtp for c in selection.choices if c.sharded))
 
 
-def new_group(runtime: GTPRuntime, weights: Sequence[tuple[str, ShardLayout, torch.Tensor]], axes: Axes) -> WeightGroup:
+def new_group(
+    runtime: GTPRuntime,
+    weights: Sequence[tuple[str, ShardLayout, torch.Tensor]],
+    axes: Axes,
+    *,
+    shown: bool = False,
+) -> WeightGroup:
     """The runtime's record of weights that are gathered together, registered with it.
 
     Args:
         weights: Per weight name, layout and shard, leader first.
         axes: GTP group and replicate group of all of them.
+        shown: Whether the user's forwards see the full weights.
     """
     process_group, replicate = axes.gtp, axes.replicate
     dtype = runtime.config.param_dtype or weights[0][2].dtype
@@ -171,6 +178,7 @@ def new_group(runtime: GTPRuntime, weights: Sequence[tuple[str, ShardLayout, tor
         size=process_group.size(),
         replicate_group=replicate if replicate is not None and replicate.size() > 1 else None,
         compute_dtype=dtype,
+        shown=shown,
     )
     runtime.add_group(group)
     return group
@@ -202,7 +210,7 @@ def _register(
             broadcast_first(full, choice.axes)
             shard = take_shard(full, layout, full.device)
         weights.append((choice.name, layout, shard))
-    group = new_group(runtime, weights, members[0].axes)
+    group = new_group(runtime, weights, members[0].axes, shown=any(choice.read_whole for choice in members))
     for position, choice in enumerate(members):
         convert(choice.parameter, runtime, group, position, layouts[choice.name])
 
