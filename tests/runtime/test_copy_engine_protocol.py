@@ -76,9 +76,12 @@ def _wgrad(like: torch.Tensor, rank: int, group: int, member: int, value: float)
 
 
 def make_ranks(
-    machine: Machine, over: Sequence[Sequence[int]], shapes: Sequence[Sequence[tuple[int, int]]]
+    machine: Machine,
+    over: Sequence[Sequence[int]],
+    shapes: Sequence[Sequence[tuple[int, int]]],
+    shown: Sequence[int] = (),
 ) -> list[Rank]:
-    """Per weight group the ranks it is sharded over, and its members' shard shapes."""
+    """Per weight group the ranks it is sharded over, and its members' shard shapes; and which ones users see."""
     ranks = []
     for rank in range(machine.ranks):
         driver = SimulatedDriver(machine, rank)
@@ -104,9 +107,8 @@ def make_ranks(
                 members.append(
                     Member(f"w{index}.{position}", rows * group.size(), rows, (columns,), shard, shard, lambda: None)
                 )
-            groups.append(
-                WeightGroup(index, f"w{index}", members, group, group.rank(), group.size(), None, torch.float32)
-            )
+            axes = (group, group.rank(), group.size(), None)
+            groups.append(WeightGroup(index, f"w{index}", members, *axes, torch.float32, shown=index in shown))
         transport.prepare(groups)
         ranks.append(Rank(rank, driver, transport, groups, []))
     return ranks

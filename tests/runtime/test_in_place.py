@@ -1,0 +1,178 @@
+"""Gathered weights around this rank's own shards, mapped into them: layout, leases, and who is told of writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from gtp.ops.peer import Block, Mapping
+from gtp.runtime.buffers import BufferPool
+from gtp.runtime.in_place import Place, Room
+from gtp.testing.host_pages import HostPages
+from tests.runtime.simulated_streams import Machine
+from tests.runtime.test_copy_engine_protocol import Rank, make_ranks
+
+
+def _room(pages: HostPages | None = None) -> Room:
+    return Room(HostPages() if pages is None else pages, lambda: 0)
+
+
+def _pool(limit: int = 1 << 30) -> BufferPool:
+    return BufferPool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), limit=limit, on_cuda=False)
+
+
+def _shards(room: Room, pages: Sequence[int]) -> list[Block]:
+    return [Block(room.pages, n * room.pages.page) for n in pages]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("members", [[1], [2, 1, 3]])
+def test_every_rank_finds_its_own_shards_where_they_belong(size: int, members: list[int]) -> None:
+    for rank in range(size):
+        room = _room()
+        page, own = room.pages.page, _shards(room, members)
+        place = Place(room, own, rank, size)
+        assert sum(place.kind) == (size - 1) * sum(members) * page
+        buffer = _pool().lease(0, place)
+        shapes = [(size * n * page,) for n in members]
+        full = buffer.views("weights", shapes, torch.uint8)
+        for number, each in enumerate(full):
+            each.copy_(torch.arange(size).repeat_interleave(members[number] * page) + 10 * number)
+        for number, block in enumerate(own):
+            shard = Mapping(room.pages, [block]).tensor()
+            assert shard.tolist() == [rank + 10 * number] * (members[number] * page)
+        starts = [each.data_ptr() - full[0].data_ptr() for each in full]
+        assert starts == [size * sum(members[:n]) * page for n in range(len(members))]
+        assert full[0].data_ptr() in place.addresses
+
+
+def test_groups_of_one_kind_share_memory_and_each_has_its_own_shard() -> None:
+    room = _room()
+    page, own = room.pages.page, _shards(room, [1, 1, 2])
+    first, second, other = [Place(room, [block], 0, 2) for block in own]
+    pool = _pool()
+    buffer = pool.lease(0, first)
+    buffer.views(0, [(2, page)], torch.uint8)[0][0] = 1
+    pool.let_go(buffer)
+    assert pool.lease(0, second) is buffer
+    (full,) = buffer.views(1, [(2, page)], torch.uint8)
+    full[0] = 2
+    full[1] = 3
+    pool.let_go(buffer)
+    wide = pool.lease(0, other)
+    assert wide is not buffer
+    assert pool.lease(0, first) is buffer
+    (again,) = buffer.views(0, [(2, page)], torch.uint8)
+    assert again[0].unique().tolist() == [1]
+    assert again[1].unique().tolist() == [3]  # a peer's part: what the last holder left there
+    assert room.nbytes == 3 * page
+
+
+def test_memory_that_is_still_looked_at_is_not_leased_again() -> None:
+    room = _room()
+    (block,) = _shards(room, [1])
+    place, pool = Place(room, [block], 1, 2), _pool()
+    held = []
+    for number in range(3):
+        buffer = pool.lease(0, place)
+        (full,) = buffer.views(0, [(2 * room.pages.page,)], torch.uint8)
+        handed = full.detach()
+        pool.hand_out(buffer, handed)
+        pool.let_go(buffer)
+        held.append(handed[:4])  # a view, as autograd saves one
+        held[-1].fill_(number)
+        del handed, full
+    assert [view.unique().tolist() for view in held] == [[0], [1], [2]]
+    assert pool.leased_bytes == 3 * room.pages.page
+    held.clear()
+    pool.lease(0, place)
+    assert pool.reserved_bytes == 3 * room.pages.page
+
+
+def _saved_for_backward(pool: BufferPool, place: Place, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output of somebody's product with a full weight, which backward reads; and its input."""
+    buffer = pool.lease(0, place)
+    (full,) = buffer.views(place, [(rows, 32)], torch.float32)
+    handed = full.detach()
+    pool.hand_out(buffer, handed)
+    pool.let_go(buffer)
+    x = torch.ones(3, 32, requires_grad=True)
+    return torch.nn.functional.linear(x, handed), x
+
+
+def test_backward_refuses_a_full_weight_whose_shard_was_written() -> None:
+    """As it does for a plain weight. With a copy it would have computed with what forward had."""
+    room = _room()
+    rows = 2 * room.pages.page // 128
+    written, untouched = [Place(room, [block], 0, 2) for block in _shards(room, [1, 1])]
+    pool = _pool()
+    (y, _), (z, x) = [_saved_for_backward(pool, place, rows) for place in (written, untouched)]
+    pool.shard_written(written)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    z.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == (3, 32)
+
+
+def test_a_pool_that_may_keep_little_gives_mapped_memory_back() -> None:
+    pages = HostPages()
+    room, pool = _room(pages), _pool(limit=4 * pages.page)
+    blocks = _shards(room, [1, 2, 3])
+    places = [Place(room, [block], 0, 2) for block in blocks]
+    for place in places:
+        buffer = pool.lease(0, place)
+        buffer.views(place, [(2 * sum(place.kind),)], torch.uint8)
+        pool.let_go(buffer)
+    del buffer
+    assert pool.reserved_bytes == room.nbytes <= 4 * pages.page
+    pool.trim()
+    assert (room.nbytes, pages.mapped) == (0, 0)
+    assert pages.allocated == 6 * pages.page  # the shards
+
+
+def test_memory_that_cannot_be_mapped_stays_in_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    room, pool = _room(), _pool()
+    (block,) = _shards(room, [1])
+    place = Place(room, [block], 0, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(room.pages, "reserve", lambda nbytes: (_ for _ in ()).throw(MemoryError("no addresses")))
+        with pytest.raises(MemoryError, match="no addresses"):
+            pool.lease(0, place)
+    assert pool.leased_bytes == 0
+    buffer = pool.lease(0, place)
+    assert pool.reserved_bytes == buffer.nbytes == room.pages.page
+
+
+def _copied(me: Rank, index: int, *, in_place: bool) -> int:
+    """Bytes that a gather of a group queues copies of."""
+    group, place = me.groups[index], me.transport.place(me.groups[index])
+    shapes = [m.padded_shape(group.size) for m in group.members]
+    if in_place:
+        assert place is not None
+        outs = _pool().lease(0, place).views(index, shapes, torch.float32)
+    else:
+        outs = [torch.empty(shape) for shape in shapes]
+    me.transport.open(me.groups)
+    before = {id(op) for queue in me.driver.machine.queues.values() for op in queue}
+    me.transport.finish_gather(me.transport.start_gather(group, outs, []))
+    queued = [op for queue in me.driver.machine.queues.values() for op in queue if id(op) not in before]
+    return sum(int(op.what.split()[1]) for op in queued if op.what.startswith("copy"))
+
+
+def test_what_is_in_place_is_not_copied() -> None:
+    """Into other memory, all of it is."""
+    shapes = [[(16, 64), (32, 64)], [(16, 60)]]
+    for in_place in (True, False):
+        me = make_ranks(Machine(4), [(0, 1, 2, 3)] * 2, shapes)[1]
+        assert me.transport.place(me.groups[1]) is None  # no whole pages
+        assert _copied(me, 0, in_place=in_place) == (3 if in_place else 4) * 3 * 4096
+
+
+def test_weights_that_users_see_are_copies() -> None:
+    machine = Machine(2)
+    for me in make_ranks(machine, [(0, 1)] * 2, [[(16, 64)]] * 2, shown=[0]):
+        assert me.transport.place(me.groups[0]) is None
+        assert me.transport.place(me.groups[1]) is not None
