@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,17 +59,17 @@ class Buffer:
         self.events: list[torch.cuda.Event] = []
 
     def views(self, key: object, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Typed tensors over this memory, one per shape, laid out one after the other. Made once per `key`.
+        """Typed tensors over this memory, one per shape, one after the other. Made once per `key`.
 
         To be called by the holder before anything is handed out: what uses the storage then is what it is at rest.
         """
         views = self._views.get(key)
         if views is None:
-            views, start = [], 0
-            for shape in shapes:
-                size = _nbytes(shape, dtype)
-                views.append(self._base[start : start + size].view(dtype).view(shape))
-                start += _aligned(size)
+            sizes = [_nbytes(shape, dtype) for shape in shapes]
+            views = [
+                self._base[start : start + size].view(dtype).view(shape)
+                for start, size, shape in zip(self._starts(sizes), sizes, shapes, strict=True)
+            ]
             self._views[key] = views
             self._rest = _use_count(self._address)
         return views
@@ -85,6 +86,10 @@ class Buffer:
     def readable(self, dying: int = 0) -> bool:
         """Whether some tensor outside the pool, other than `dying` ones, still looks at this memory."""
         return _use_count(self._address) > self._rest + dying
+
+    def _starts(self, sizes: Sequence[int]) -> Sequence[int]:
+        """Where views of these bytes begin."""
+        return [0, *accumulate(_aligned(size) for size in sizes[:-1])]
 
     def _look_at(self, base: torch.Tensor) -> None:
         """`base`, at rest, is what is handed out from here on."""

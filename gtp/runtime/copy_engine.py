@@ -125,7 +125,7 @@ class CopyEngineTransport(Transport):
             for member in group.members:
                 self._move(domain, member)
             self._gather_plans.append(plan_gather(domain, group, self._pulls, self._local))
-            own = [domain.blocks[member] for member in group.members if member in domain.blocks]
+            own = [(domain.blocks[m], m.send.nbytes) for m in group.members if m in domain.blocks]
             self._places.append(Place(room, own, domain.rank, domain.size) if own and room is not None else None)
         self._log_places(groups)
         if self._watchdog is not None:

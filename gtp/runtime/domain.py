@@ -22,6 +22,7 @@ from gtp.ops.peer import (
     aligned,
 )
 from gtp.runtime.group import Member, WeightGroup
+from gtp.runtime.in_place import whole_pages
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,8 +68,8 @@ class Domain:
         mailboxes: How many take turns, in eager code and in graphs each: one is filled while another is read.
         send_streams: Streams that carry contributions; peers are dealt over them.
         watch: Told of every wait. None where nobody watches.
-        pages: Where shards of whole pages may be mapped a second time, and how blocks for them are made on all ranks;
-            None where they may not.
+        pages: Where shards may be mapped a second time, and how blocks for them are made on all ranks; None where they
+            may not.
     """
 
     def __init__(
@@ -216,13 +217,18 @@ class Domain:
 
 
 def _in_pages(groups: Sequence[WeightGroup], page: int) -> dict[Member, int]:
-    """The members of groups all of whose shards are whole pages, and their bytes.
+    """The members of groups all of whose shards are nearly whole pages, and the bytes of those.
 
     A full weight that others see stays a copy: they may keep it for later, and a copy is then what it was.
     """
-    sizes = [{m: _nbytes(m) for m in group.members} for group in groups if not group.shown]
-    fit = [group for group in sizes if all(n > 0 and n % page == 0 for n in group.values())]
-    return {member: nbytes for group in fit for member, nbytes in group.items()}
+    sizes = [[(m, _nbytes(m)) for m in group.members] for group in groups if not group.shown]
+    fit = [group for group in sizes if all(_fills_pages(nbytes, page) for _, nbytes in group)]
+    return {member: whole_pages(nbytes, page) for group in fit for member, nbytes in group}
+
+
+def _fills_pages(nbytes: int, page: int) -> bool:
+    """Whether pages are at most a quarter more, and a weight may begin a multiple of `nbytes` before one."""
+    return nbytes > 0 and 4 * whole_pages(nbytes, page) <= 5 * nbytes and nbytes == aligned(nbytes)
 
 
 def _nbytes(member: Member) -> int:

@@ -1,8 +1,12 @@
 """Gathered weights in which this rank's own shards are not copies but the shards themselves, mapped a second time.
 
 A gathered weight is N shards at consecutive addresses. Copying this rank's own from one place of its memory to another
-costs no link and yet holds up the GEMMs beside it: a large copy within a GPU is a kernel that fills it. So where shards
-are whole pages, they are mapped to where they belong, and what is leased is the memory between them, for peers' shards.
+costs no link and yet holds up the GEMMs beside it: a large copy within a GPU is a kernel that fills it. So shards of
+nearly whole pages are mapped to where they belong, and what is leased is the memory between them, for peers' shards.
+
+[Note: the last page] Memory is mapped in pages. A weight is laid so that this rank's shard begins one. Where it does not
+end with one, what follows in its last page belongs to the next rank's shard, and lies in memory that all buffers of
+this weight have in common. They may: between two writes of the shards every gather brings the same bytes there.
 """
 
 from __future__ import annotations
@@ -20,27 +24,41 @@ from gtp.runtime.buffers import Buffer, Kind
 class Place:
     """How buffers of one weight group are made, and mapped.
 
+    Args:
+        room: Where buffers come from.
+        own: This rank's shards, each at the beginning of a block of its own, and their bytes.
+        rank, size: Of the group.
+
     Attributes:
         kind: Bytes of the stretches around this rank's shards, in order of address. Groups of one kind share buffers.
-        addresses: Where buffers of this group begin.
+        starts: Where each weight begins, in bytes from the beginning of a buffer.
+        addresses: Where the first weight begins, in every buffer that was mapped for this group.
     """
 
-    def __init__(self, room: Room, own: Sequence[Block], rank: int, size: int) -> None:
+    def __init__(self, room: Room, own: Sequence[tuple[Block, int]], rank: int, size: int) -> None:
         self._room = room
         self._order: list[Block | None] = []  # None stands for the next piece
         pieces: list[int] = []
-        between = 0
-        for block in own:
-            between += rank * block.nbytes
+        starts: list[int] = []
+        page, at, between = room.pages.page, 0, 0
+
+        def add_piece() -> None:
             if between:
                 pieces.append(between)
                 self._order.append(None)
+
+        for block, nbytes in own:
+            before = whole_pages(rank * nbytes, page)
+            starts.append(at + before - rank * nbytes)
+            between += before
+            add_piece()
             self._order.append(block)
-            between = (size - 1 - rank) * block.nbytes
-        if between:
-            pieces.append(between)
-            self._order.append(None)
+            # see [Note: the last page]
+            between = whole_pages(max((size - rank) * nbytes - block.nbytes, 0), page)
+            at += before + block.nbytes + between
+        add_piece()
         self.kind = tuple(pieces)
+        self.starts = tuple(starts)
         self.addresses: set[int] = set()
 
     def new_buffer(self, home: torch.cuda.Stream | None) -> MappedBuffer:
@@ -51,14 +69,19 @@ class Place:
         """uint8 over a whole gathered group: peers' shards in `pieces`, this rank's own where they are."""
         left = iter(pieces)
         mapping = Mapping(self._room.pages, [next(left) if block is None else block for block in self._order])
-        self.addresses.add(mapping.address)
+        self.addresses.add(mapping.address + self.starts[0])
         return mapping.tensor()
+
+
+def whole_pages(nbytes: int, page: int) -> int:
+    """`nbytes` rounded up."""
+    return -(-nbytes // page) * page
 
 
 class MappedBuffer(Buffer):
     """A `Buffer` that is mapped anew for each group that leases it, once."""
 
-    __slots__ = ("__weakref__", "_mapped", "_pieces", "_room")
+    __slots__ = ("__weakref__", "_mapped", "_pieces", "_place", "_room")
 
     def __init__(self, pieces: Sequence[Block], home: torch.cuda.Stream | None, room: Room | None) -> None:
         super().__init__(torch.empty(0, dtype=torch.uint8), home)
@@ -66,6 +89,7 @@ class MappedBuffer(Buffer):
         self.nbytes = sum(self.kind)
         self._pieces = pieces
         self._mapped: dict[Place, torch.Tensor] = {}
+        self._place: Place | None = None
         self._room = None if room is None else weakref.ref(room)  # which holds this buffer, of a capture
 
     def enter(self, place: Place) -> None:
@@ -74,11 +98,16 @@ class MappedBuffer(Buffer):
         if base is None:
             base = self._mapped[place] = place.map(self._pieces)
         self._look_at(base)
+        self._place = place
 
     def shard_written(self, place: Place) -> None:
         # autograd refuses what was saved and has another version since, as it does for a plain weight
-        if self._mapped.get(place) is self._base:
+        if self._place is place:
             torch.autograd.graph.increment_version(self._base)
+
+    def _starts(self, sizes: Sequence[int]) -> Sequence[int]:
+        assert self._place is not None  # views are asked for after `enter`
+        return self._place.starts
 
     def given_back(self) -> None:
         room = None if self._room is None else self._room()

@@ -9,7 +9,7 @@ import torch
 
 from gtp.ops.peer import Block, Mapping
 from gtp.runtime.buffers import BufferPool
-from gtp.runtime.in_place import Place, Room
+from gtp.runtime.in_place import Place, Room, whole_pages
 from gtp.testing.host_pages import HostPages
 from tests.runtime.simulated_streams import Machine
 from tests.runtime.test_copy_engine_protocol import Rank, make_ranks
@@ -23,28 +23,32 @@ def _pool(limit: int = 1 << 30) -> BufferPool:
     return BufferPool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), limit=limit, on_cuda=False)
 
 
-def _shards(room: Room, pages: Sequence[int]) -> list[Block]:
-    return [Block(room.pages, n * room.pages.page) for n in pages]
+def _shards(room: Room, pages: Sequence[int]) -> list[tuple[Block, int]]:
+    return [(Block(room.pages, n * room.pages.page), n * room.pages.page) for n in pages]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("members", [[1], [2, 1, 3]])
+@pytest.mark.parametrize("members", [[4096], [8192, 4096, 12288], [3840], [7936, 4096, 11776]])
 def test_every_rank_finds_its_own_shards_where_they_belong(size: int, members: list[int]) -> None:
+    """Also those that end within a page, which the next rank's shard shares with them."""
     for rank in range(size):
         room = _room()
-        page, own = room.pages.page, _shards(room, members)
+        page = room.pages.page
+        own = [(Block(room.pages, whole_pages(nbytes, page)), nbytes) for nbytes in members]
         place = Place(room, own, rank, size)
-        assert sum(place.kind) == (size - 1) * sum(members) * page
+        total = (size - 1) * sum(members)
+        assert total <= sum(place.kind) + sum(block.nbytes - nbytes for block, nbytes in own)
+        assert sum(place.kind) <= total + 2 * page * len(members)
         buffer = _pool().lease(0, place)
-        shapes = [(size * n * page,) for n in members]
+        shapes = [(size * nbytes,) for nbytes in members]
         full = buffer.views("weights", shapes, torch.uint8)
         for number, each in enumerate(full):
-            each.copy_(torch.arange(size).repeat_interleave(members[number] * page) + 10 * number)
-        for number, block in enumerate(own):
-            shard = Mapping(room.pages, [block]).tensor()
-            assert shard.tolist() == [rank + 10 * number] * (members[number] * page)
-        starts = [each.data_ptr() - full[0].data_ptr() for each in full]
-        assert starts == [size * sum(members[:n]) * page for n in range(len(members))]
+            each.copy_(torch.arange(size).repeat_interleave(members[number]) + 10 * number)
+        for number, (block, nbytes) in enumerate(own):
+            shard = Mapping(room.pages, [block]).tensor()[:nbytes]
+            assert shard.tolist() == [rank + 10 * number] * nbytes
+            assert full[number].tolist() == [r + 10 * number for r in range(size) for _ in range(nbytes)]
+            assert full[number].data_ptr() % 256 == 0
         assert full[0].data_ptr() in place.addresses
 
 
@@ -164,11 +168,13 @@ def _copied(me: Rank, index: int, *, in_place: bool) -> int:
 
 def test_what_is_in_place_is_not_copied() -> None:
     """Into other memory, all of it is."""
-    shapes = [[(16, 64), (32, 64)], [(16, 60)]]
+    shapes = [[(16, 64), (31, 64)], [(16, 60)], [(16, 61)], [(12, 64)]]
     for in_place in (True, False):
-        me = make_ranks(Machine(4), [(0, 1, 2, 3)] * 2, shapes)[1]
-        assert me.transport.place(me.groups[1]) is None  # no whole pages
-        assert _copied(me, 0, in_place=in_place) == (3 if in_place else 4) * 3 * 4096
+        me = make_ranks(Machine(4), [(0, 1, 2, 3)] * 4, shapes)[1]
+        assert me.transport.place(me.groups[1]) is not None  # nearly a page
+        assert me.transport.place(me.groups[2]) is None  # no multiple of 256 bytes
+        assert me.transport.place(me.groups[3]) is None  # a third more would lie waste
+        assert _copied(me, 0, in_place=in_place) == (3 if in_place else 4) * (4096 + 7936)
 
 
 def test_weights_that_users_see_are_copies() -> None:
