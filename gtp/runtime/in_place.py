@@ -4,9 +4,9 @@ A gathered weight is N shards at consecutive addresses. Copying this rank's own 
 costs no link and yet holds up the GEMMs beside it: a large copy within a GPU is a kernel that fills it. So shards of
 nearly whole pages are mapped to where they belong, and what is leased is the memory between them, for peers' shards.
 
-[Note: the last page] Memory is mapped in pages. A weight is laid so that this rank's shard begins one. Where it does not
-end with one, what follows in its last page belongs to the next rank's shard, and lies in memory that all buffers of
-this weight have in common. They may: between two writes of the shards every gather brings the same bytes there.
+[Note: the last page] Memory is mapped in pages. A weight is laid so that this rank's shard begins one. Where it does
+not end with one, what follows in its last page belongs to the next rank's shard, and lies in memory that all buffers
+of this weight have in common. They may: between two writes of the shards every gather brings the same bytes there.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ from gtp.testing.ranks import RankPool, RankPools, rank, world_size
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
-SHAPES = [[(512, 1024)], [(3, 7), (300, 257), (1, 1)], [(2048, 1024)], [(64, 64)] * 8]  # rows and columns of a shard
+# Rows and columns of a shard. The third is of whole pages of a GPU, the fourth group's are nearly.
+SHAPES = [[(512, 1024)], [(3, 7), (300, 257), (1, 1)], [(2048, 1024)], [(1000, 1024), (1500, 2048)], [(64, 64)] * 8]
 SLEEP = 400_000  # cycles: a fifth of a millisecond or so
 
 
