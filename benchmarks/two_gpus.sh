@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every GPU test over two real GPUs, and every two-GPU benchmark. Parts, so that each fits ten minutes:
+# Every GPU test over two real GPUs, and every two-GPU benchmark. All benchmarks together take about ten minutes:
 #
 #   benchmarks/two_gpus.sh                        all parts
 #   benchmarks/two_gpus.sh tests step overlap     some of them
@@ -24,13 +24,18 @@ part() { # name, seconds, command...
 for name in ${*:-tests step moe overlap collective_gemm megatron_gpt megatron_curves soak}; do
     case $name in
     tests) part tests 400 "$python" -m pytest -m gpu -q -p no:cacheprovider tests ;;
-    step) part step 400 "$python" -m benchmarks.step --cases llama --out "$out/step.json" ;;
-    moe) part moe 200 "$python" -m benchmarks.step --cases moe --tokens 4096,1024 --out "$out/step_moe.json" ;;
-    overlap) part overlap 150 "$python" -m benchmarks.overlap --out "$out/overlap.json" ;;
-    collective_gemm) part collective_gemm 300 "$python" -m benchmarks.collective_gemm --out "$out/collective_gemm.json" ;;
-    megatron_gpt) part megatron_gpt 400 "$python" -m benchmarks.megatron_gpt --out "$out/megatron_gpt.json" ;;
-    megatron_curves) part megatron_curves 200 "$python" -m benchmarks.megatron_gpt --steps 200 --out "$out/megatron_curves.json" ;;
-    soak) part soak 300 "$python" -m benchmarks.soak --out "$out/soak.json" ;;
+    step)
+        part step 260 "$python" -m benchmarks.step --cases llama --impls 'unsharded,gtp,fsdp2 per block,fsdp2 per linear' \
+            --out "$out/step.json"
+        ;;
+    moe) part moe 120 "$python" -m benchmarks.step --cases moe --tokens 4096,1024 --out "$out/step_moe.json" ;;
+    overlap) part overlap 100 "$python" -m benchmarks.overlap --out "$out/overlap.json" ;;
+    collective_gemm)
+        part collective_gemm 120 "$python" -m benchmarks.collective_gemm --quick --out "$out/collective_gemm.json"
+        ;;
+    megatron_gpt) part megatron_gpt 120 "$python" -m benchmarks.megatron_gpt --quick --out "$out/megatron_gpt.json" ;;
+    megatron_curves) part megatron_curves 120 "$python" -m benchmarks.megatron_gpt --steps 200 --out "$out/megatron_curves.json" ;;
+    soak) part soak 120 "$python" -m benchmarks.soak --out "$out/soak.json" ;;
     *) echo "no part named $name"; failed+=("$name") ;;
     esac
 done
