@@ -26,7 +26,6 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from gtp.errors import GTPStateError, GTPValueError
 
@@ -200,20 +199,22 @@ def _share_gloo_devices() -> None:
     times a second for as long as the process lives, also when nobody uses the group any more. Those of seventy groups,
     as tests leave them behind, take a tenth of a core.
     """
-    gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
-    if gloo is None:
-        return  # a torch that was built without it
+    if not dist.is_gloo_available():
+        return
+    gloo: Any = dist.ProcessGroupGloo
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
     if interfaces is None:
         devices = [gloo.create_default_device()]
     else:
         devices = [gloo.create_device(interface=name) for name in interfaces.split(",")]
 
-    class OneLoopGloo(gloo):  # type: ignore[misc]
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
-            options = gloo._Options()
-            options._devices = devices
-            options._timeout = timeout
-            super().__init__(store, rank, size, options)
+    construct = gloo.__init__
 
-    distributed_c10d.ProcessGroupGloo = OneLoopGloo  # type: ignore[misc]
+    def with_our_devices(group: Any, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
+        options = gloo._Options()
+        options._devices = devices
+        options._timeout = timeout
+        construct(group, store, rank, size, options)
+
+    # not a class in its place: torch asks groups that come back from C++ for theirs
+    gloo.__init__ = with_our_devices
