@@ -210,7 +210,13 @@ def _share_gloo_devices() -> None:
 
     construct = gloo.__init__
 
-    def with_our_devices(group: Any, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
+    def with_our_devices(
+        group: Any, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, **more: Any
+    ) -> None:
+        # newer torches name what they do not want: enable_reconfigure=False
+        if any(more.values()):
+            construct(group, store, rank, size, timeout=timeout, **more)
+            return
         options = gloo._Options()
         options._devices = devices
         options._timeout = timeout
