@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import hypothesis
@@ -40,6 +41,13 @@ def started_processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
 def process(started_processes: processes.Processes, request: pytest.FixtureRequest) -> processes.Ended:
     """The program of this test, which has ended with exit code 0."""
     return started_processes.ended(request.node)
+
+
+def pytest_collection_finish() -> None:
+    """What imports and the collection of tests leave is not looked through again: a garbage collection over it takes
+    most of a second, and tests that count what lives ask for several each."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
