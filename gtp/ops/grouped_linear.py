@@ -163,14 +163,19 @@ def _check_group(x: torch.Tensor, weights: list[torch.Tensor]) -> bool:
                 f"{describe_weight(odd)}: weights of one group are gathered and reduced together, and of this group "
                 f"some are {what} and others not. Make them alike"
             )
-    for place, (weight, shape) in enumerate(zip(weights, shapes, strict=True)):
+    common: object = None
+    for position, (weight, shape) in enumerate(zip(weights, shapes, strict=True)):
         check_shapes(x, weight, shape)
         # asked of the class: the contract has no such member, and an instance may refuse what is not in it
-        own = getattr(weight, "place_in_group", place) if hasattr(type(weight), "place_in_group") else place
-        if own != place:
+        if not hasattr(type(weight), "place_in_group"):
+            continue
+        group, own = weight.place_in_group  # type: ignore[attr-defined]
+        common = group if position == 0 else common
+        if group is not common or own != position:
+            whose = "those that are" if group is common else f"others than {describe_weight(weights[0])} that are"
             raise GTPValueError(
-                f"{describe_weight(weight)}: it is weight {own} of those that are gathered together, and was given as "
-                f"weight {place}, in the place of another. Give all of them in their order; to use them in another "
+                f"{describe_weight(weight)}: it is weight {own} of {whose} gathered together, and was given as weight "
+                f"{position}, in the place of another. Give all of one group in their order; to use them in another "
                 "one, move the rows of the input, or shard the weights one by one"
             )
     return trainable[0]

@@ -207,12 +207,12 @@ class Reducer:
         """The leader answers for a group and does not see who asks for what: the buffers, asked of each, show it."""
         for member, wgrad in zip(group.members, wgrads, strict=True):
             lent = None if wgrad is None else self._lent.get(wgrad.data_ptr())
-            if lent is not None and lent.member is not member and lent.member in group.members:
+            if lent is not None and lent.member is not member:
                 raise GTPStateError(
                     f"{lent.member.name} was used in the place of {member.name}: weights that are gathered together "
-                    f"are used once each and in their order ({', '.join(m.name for m in group.members)}), and so the "
-                    "forward computed with the others' values. To use them in another order, move the rows of the "
-                    "input, or shard the weights one by one"
+                    f"are used once each and in their order ({', '.join(m.name for m in group.members)}), none of "
+                    "another group among them, and so the forward computed with others' values. To use them in another "
+                    "order, move the rows of the input, or shard the weights one by one"
                 )
 
     def _alike(self, group: WeightGroup, padded: list[_Wgrad]) -> list[_Wgrad]:

@@ -120,9 +120,9 @@ class GTPWeight(ShardWithGradient, torch.nn.Parameter):
         return self.handle.runtime
 
     @property
-    def place_in_group(self) -> int:
-        """Its position among the weights that are gathered together, leader first."""
-        return self.handle.position
+    def place_in_group(self) -> tuple[object, int]:
+        """What the weights that are gathered together have in common, and its position among them, leader first."""
+        return self.handle.group, self.handle.position
 
     @property
     def label(self) -> str:

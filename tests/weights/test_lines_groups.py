@@ -161,17 +161,22 @@ def test_groups_that_cannot_work_are_refused_by_name(ranks):
 
 def _other_order():
     torch.manual_seed(3)
-    layer = GroupedLinear(3, 6, 5, bias=False)
+    layer, other = GroupedLinear(3, 6, 5, bias=False), GroupedLinear(3, 6, 5, bias=False)
     plain = copy.deepcopy(layer)
-    gtp.shard_model(layer, dist.group.WORLD)
+    gtp.shard_model(nn.ModuleList([layer, other]), dist.group.WORLD)
     first, second, third = layer.parameters()
     x = inputs(0, 4, 6)
     for weights in ([first, third, second], [first, first, first]):
         with pytest.raises(gtp.GTPValueError, match=r"it is weight \d of those .* was given as weight 1"):
             gtp.ops.grouped_linear(x[rank()], [0, 2, 2], weights)
-        with pytest.raises(gtp.GTPStateError, match=r"weight\d was used in the place of weight1: .*weight0, weight1"):
+        with pytest.raises(gtp.GTPStateError, match=r"weight\d was used in the place of 0\.weight1: .*0\.weight1"):
             finalize_weight_grads(weights, weight_grad_buffers(weights))  # an op of somebody else's
         assert all(w.grad is None for w in (first, second, third))
+    strangers = [first, list(other.parameters())[1], third]
+    with pytest.raises(gtp.GTPValueError, match=r"it is weight 1 of others than .* was given as weight 1"):
+        gtp.ops.grouped_linear(x[rank()], [0, 2, 2], strangers)
+    with pytest.raises(gtp.GTPStateError, match=r"1\.weight1 was used in the place of 0\.weight1"):
+        finalize_weight_grads(strangers, weight_grad_buffers(strangers))
     data_parallel_backward(plain, x, lambda m, b: m(b, [0, 2, 2]).sum())
     layer(x[rank()], [0, 2, 2]).sum().backward()
     assert_same_gradients(layer, plain)
