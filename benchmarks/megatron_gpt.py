@@ -11,8 +11,8 @@ so variants are built and timed one after the other; each ratio is against the m
 after. `losses` are those of the first steps, same seed and data.
 
 Memory: what an earlier variant left is collected before a variant is built, and `bytes_before` says what stayed.
-`peak_bytes` is the most that torch's allocator held during a step, with `symmetric_bytes`, which torch does not count:
-the peer memory of the copy engine.
+`peak_bytes` is the most that torch's allocator held during a step, with `outside_bytes`, which torch does not count:
+the copy engine's peer memory, and what lies around mapped shards.
 
 With `--steps`, every variant trains a smaller model by Megatron's Adam on text with something to learn. All start from
 the weights of the unsharded one.
@@ -142,7 +142,7 @@ def settle(device: torch.device) -> int | None:
     return torch.cuda.memory_allocated(device)
 
 
-def symmetric_bytes(model: Any) -> int:
+def outside_bytes(model: Any) -> int:
     """Memory of the copy engine that is not torch's allocator's: of peers, and around mapped shards."""
     return sum(common.bytes_outside(r.transport) for r in gtp.megatron.runtimes_of(model))
 
@@ -162,14 +162,14 @@ def measure(kind: str, spec: str, seq: int, device: torch.device, args: argparse
         feed(99)
         rounds = 3 if args.tiny else 8 if args.quick else 15
         timing = common.interleave({kind: step}, device, rounds=rounds, iterations=args.iterations)[kind]
-        peer = symmetric_bytes(model)
         peak = common.peak_memory(step, device)
+        outside = outside_bytes(model)
         if device.type == "cuda":
             torch.cuda.synchronize()
     return {
         "timing": timing,
-        "peak_bytes": None if peak is None else peak + peer,
-        "symmetric_bytes": peer,
+        "peak_bytes": None if peak is None else peak + outside,
+        "outside_bytes": outside,
         "bytes_before": before,
         "losses": losses,
     }
@@ -328,7 +328,7 @@ def compare(
                 "host_ms": common.significant(statistics.median(timing.host_ms)),
                 "ratio": common.significant(base / timing.median),
                 "peak_bytes": result["peak_bytes"],
-                "symmetric_bytes": result["symmetric_bytes"],
+                "outside_bytes": result["outside_bytes"],
                 "bytes_before": result["bytes_before"],
                 "losses": result["losses"],
                 "loss_gap": max(gaps),

@@ -38,7 +38,6 @@ class Variant:
     model: nn.Module
     runtime: gtp.GTPRuntime | None
     own_bytes: int  # what it keeps between steps
-    outside_bytes: int  # of these, outside of torch's allocator
 
 
 class Skip(Exception):
@@ -122,8 +121,7 @@ def build(name: str, sizes: Sizes, device: torch.device, args: argparse.Namespac
     model.zero_grad(set_to_none=True)
     common.synchronize(device)
     gc.collect()
-    outside = common.bytes_outside(runtime.transport) if runtime else 0
-    return Variant(name, model, runtime, _allocated(device) - before + outside, outside)
+    return Variant(name, model, runtime, _allocated(device) - before)
 
 
 def _allocated(device: torch.device) -> int:
@@ -188,7 +186,8 @@ def extra_of(variant: Variant, step: Callable[[], None], device: torch.device) -
     before = _allocated(device)
     peak = common.peak_memory(step, device)
     if peak is not None:
-        extra["peak_bytes"] = variant.own_bytes + peak - before
+        outside = common.bytes_outside(variant.runtime.transport) if variant.runtime else 0
+        extra["peak_bytes"] = variant.own_bytes + outside + peak - before
     if stats is not None and variant.runtime is not None:
         after = variant.runtime.stats()
         moved = after.bytes_gathered - stats.bytes_gathered + after.bytes_reduced - stats.bytes_reduced

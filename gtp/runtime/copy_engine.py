@@ -2,8 +2,9 @@
 
 A gather pulls: every rank reads its peers' shards, which lie in memory mapped by all, between "published" at `open`
 and "finished reading" at `close`. No gather waits for anybody. A reduction pushes: every rank copies the slices of its
-wgrad that belong to others into their mailboxes, and each owner adds what arrived. So wgrads and gathered weights live
-in ordinary memory, and all memory that ranks must agree on is allocated once, in `prepare`.
+wgrad that belong to others into their mailboxes, and each owner adds what arrived. So wgrads and what is gathered live
+in memory that is this rank's own business (for gathered weights see in_place.py), and all memory that ranks must agree
+on is allocated once, in `prepare`.
 
 [Note: no deadlock] Streams that look independent may share a hardware queue, and a graph may put independent branches
 in any order. So every wait for a peer is queued behind, and ordered after, everything of this rank that a peer might be

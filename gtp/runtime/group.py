@@ -101,7 +101,7 @@ class WeightGroup:
         rank, size: This rank in `process_group`, and its size.
         replicate_group: The axis over which shards are replicated, or None.
         compute_dtype: Dtype of the gathered weights.
-        shown: Whether code that is not gtp's sees full weights, and may keep or write them.
+        shown: Whether forwards of the user's see full weights (`unshard=`), and may keep them for later.
     """
 
     index: int

@@ -19,7 +19,8 @@ class RuntimeStats:
         kept: Consumes that left the gathered weight in place for a later use.
         bytes_gathered: Bytes of full weights assembled (the share that crossed the wire is (N-1)/N of it).
         bytes_reduced: Bytes of full wgrads reduced.
-        peak_leased_bytes: Most bytes of gathered weights alive at one time.
+        peak_leased_bytes: Most bytes of memory for gathered weights in use at one time; (N-1)/N of the weights where
+            this rank's own shards are mapped into them.
         peak_wgrad_bytes: Most bytes of full wgrads alive at one time.
         unreduced_bytes: Bytes of full-size gradients held right now because of `no_sync`.
     """

@@ -27,6 +27,7 @@ from gtp.ops.peer.handshake import WORD
 _log = logging.getLogger("gtp")
 
 _MOST_SITES = 1024
+_RUN_OUT = 10.0  # seconds that streams get to run out when memory goes; a collective with a lost rank takes longer
 _LOOK = 1.0  # seconds of looking without a pause, before a rank is given up
 
 
@@ -109,7 +110,14 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread."""
+        """Ends the thread; after a rank was lost, not before the device is idle or seconds have passed.
+
+        What waits there ends because the thread answers, and memory, which goes next, waits for the device.
+        """
+        if self.failed and threading.current_thread() is not self._thread:
+            idle = threading.Thread(target=torch.cuda.synchronize, args=(self._device,), daemon=True)
+            idle.start()
+            idle.join(_RUN_OUT)
         self._stopped.set()
 
     def __del__(self) -> None:
