@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import socket
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -126,24 +129,130 @@ def test_ranks_see_each_others_blocks_on_gpus(pair: RankPool) -> None:
     pair.run(_exchange, "cuda", [1, 3, 2] * 13)
 
 
-def _exchange_with_trouble(rank_in_trouble: int, where: str) -> None:
+def _exchange_with_trouble(rank_in_trouble: int, where: str, error: type[Exception]) -> None:
     rank = dist.get_rank()
     pages = HostPages()
     if rank == rank_in_trouble:
 
         def fails(*_: Any, **__: Any) -> int:
-            raise GTPStateError("the driver says no") if where != "export" else OSError("no descriptors are left")
+            raise error("it cannot be done")
 
         setattr(pages, where, fails)
     files = len(os.listdir("/proc/self/fd"))
     arena, problem = make_paged_arena([pages.page] * 3, dist.group.WORLD, pages)
     assert arena is None
     assert f"rank {rank_in_trouble} of group" in problem
-    assert ("no descriptors are left" if where == "export" else "the driver says no") in problem
+    assert "it cannot be done" in problem
     assert pages.mapped == 0
     assert len(os.listdir("/proc/self/fd")) == files
 
 
-@pytest.mark.parametrize("where", ["create", "map", "export", "import_"])
-def test_a_rank_that_cannot_is_named_on_all_ranks(ranks: RankPools, where: str) -> None:
-    ranks(2).run(_exchange_with_trouble, 1, where)
+@pytest.mark.parametrize(
+    "where, error",
+    [
+        ("create", torch.OutOfMemoryError),
+        ("map", GTPStateError),
+        ("export", OSError),
+        ("import_", MemoryError),
+        ("reserve", RuntimeError),
+    ],
+)
+def test_a_rank_that_cannot_is_named_on_all_ranks(ranks: RankPools, where: str, error: type[Exception]) -> None:
+    """Whatever it is that went wrong there: the others would wait for a rank that raises alone."""
+    ranks(2).run(_exchange_with_trouble, 1, where, error)
+
+
+def _exchange_of_other_sizes() -> None:
+    pages = HostPages()
+    sizes = [pages.page] * (64 if dist.get_rank() == 0 else 128)
+    arena, problem = make_paged_arena(sizes, dist.group.WORLD, pages)
+    assert arena is None
+    assert "want blocks of different sizes" in problem
+    assert (pages.mapped, pages.allocated) == (0, 0)
+
+
+def test_ranks_that_want_different_blocks_all_hear_of_it(ranks: RankPools) -> None:
+    ranks(2).run(_exchange_of_other_sizes)
+
+
+def _descriptors_on_their_way(limit: int) -> None:
+    send, receive = socket.send_fds, socket.recv_fds
+    sent, most = 0, 0
+
+    def counting_send(connection: socket.socket, buffers: Any, descriptors: list[int]) -> int:
+        nonlocal sent, most
+        sent += len(descriptors)
+        most = max(most, sent)
+        return send(connection, buffers, descriptors)
+
+    def counting_receive(connection: socket.socket, size: int, descriptors: int) -> Any:
+        nonlocal sent
+        sent = 0  # all ranks take theirs after all have sent
+        return receive(connection, size, descriptors)
+
+    pages = HostPages()
+    with mock.patch.object(socket, "send_fds", counting_send), mock.patch.object(socket, "recv_fds", counting_receive):
+        arena, problem = make_paged_arena([pages.page] * 70, dist.group.WORLD, pages)
+    assert problem is None
+    assert len(arena.blocks) == 70
+    assert 0 < most <= limit
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_of_one_user_have_few_descriptors_on_their_way(ranks: RankPools, world: int) -> None:
+    """The kernel refuses more than the limit on open files, often 1024, for all processes of a user together."""
+    ranks(world).run(_descriptors_on_their_way, 1024 // 8 // 2)
+
+
+class _Driver:
+    """As much of libcuda as mapping asks for; memory cannot be made accessible."""
+
+    def __init__(self) -> None:
+        self.mapped: dict[int, int] = {}
+        self.reserved: dict[int, int] = {}
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        return 0
+
+    def cuGetErrorString(self, status: int, text: Any) -> int:
+        return 0
+
+    def cuMemGetAllocationGranularity(self, size: Any, properties: Any, option: int) -> int:
+        size._obj.value = 1 << 21
+        return 0
+
+    def cuMemCreate(self, handle: Any, size: Any, properties: Any, flags: Any) -> int:
+        handle._obj.value = 1
+        return 0
+
+    def cuMemRelease(self, handle: Any) -> int:
+        return 0
+
+    def cuMemAddressReserve(self, address: Any, size: Any, *_: Any) -> int:
+        address._obj.value = 1 << 40
+        self.reserved[1 << 40] = size.value
+        return 0
+
+    def cuMemMap(self, address: Any, size: Any, *_: Any) -> int:
+        self.mapped[address.value] = size.value
+        return 0
+
+    def cuMemSetAccess(self, *_: Any) -> int:
+        return 101
+
+    def cuMemUnmap(self, address: Any, size: Any) -> int:
+        return 0 if self.mapped.pop(address.value, None) == size.value else 1
+
+    def cuMemAddressFree(self, address: Any, size: Any) -> int:
+        return 1 if self.mapped else self.reserved.pop(address.value) != size.value
+
+
+def test_memory_that_a_gpu_cannot_see_is_not_left_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = _Driver()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    pages = CudaPages(torch.device("cuda", 0))
+    with pytest.raises(GTPStateError, match="cuMemSetAccess failed with CUDA driver error 101"):
+        Mapping(pages, [Block(pages, pages.page)])
+    assert (driver.mapped, driver.reserved) == ({}, {})

@@ -8,13 +8,15 @@ import socket
 import struct
 import tempfile
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
-from gtp.errors import GTPError
 from gtp.ops.peer.pages import Block, Mapping, Pages
 
-_AT_A_TIME = 32  # descriptors on their way to one peer, which count against the limit on open files
+# Descriptors of one rank on their way. The kernel bounds those of all ranks of a host's user together by one process's
+# limit on open files, often 1024.
+_ON_THEIR_WAY = 64
 _TIMEOUT = 60.0  # seconds that a peer may take to hand over its blocks
 
 
@@ -63,8 +65,15 @@ class _Refused(Exception):
     """Some rank could not do its part."""
 
 
+def _what(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
 class _Exchange:
-    """Steps, after each of which all ranks know whether all have come through it."""
+    """Steps, after each of which all ranks know whether all have come through it.
+
+    Whatever is raised within a step is told: the others would wait for ever for a rank that left.
+    """
 
     def __init__(self, process_group: dist.ProcessGroup, pages: Pages) -> None:
         self._group = process_group
@@ -84,18 +93,21 @@ class _Exchange:
             listener = self._socket()
             listener.bind(path)
             listener.listen(self._size)
-        except (OSError, GTPError) as error:
-            problem = str(error)
-        paths = self._all(problem, path)
-        to, of = self._connect(listener, paths)
+        except Exception as error:
+            problem = _what(error)
+        said = self._all(problem, (path, tuple(sizes)))
+        if len({wanted for _, wanted in said}) > 1:
+            raise _Refused(f"ranks of group {self._group.group_name} want blocks of different sizes")
+        to, of = self._connect(listener, [path for path, _ in said])
         theirs: dict[int, list[Block]] = {peer: [] for peer in of}
-        for start in range(0, len(blocks), _AT_A_TIME):
-            self._hand_over(blocks[start : start + _AT_A_TIME], to, of, theirs)
+        at_a_time = max(_ON_THEIR_WAY // max(self._size - 1, 1), 1)
+        for start in range(0, len(blocks), at_a_time):
+            self._hand_over(blocks[start : start + at_a_time], to, of, theirs)
         peers, problem = {}, None
         try:
             peers = {peer: Mapping(self._pages, known) for peer, known in theirs.items()}
-        except GTPError as error:
-            problem = str(error)
+        except Exception as error:
+            problem = _what(error)
         self._all(problem)
         assert own is not None  # else all ranks had been told
         return PagedArena(blocks, own, peers, self._size)
@@ -103,7 +115,8 @@ class _Exchange:
     def close(self) -> None:
         for each in self._open:
             each.close()
-        shutil.rmtree(self._directory or "?", ignore_errors=True)
+        if self._directory:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def _connect(
         self, listener: socket.socket | None, paths: Sequence[str]
@@ -124,8 +137,8 @@ class _Exchange:
                 self._open.append(connection)
                 connection.settimeout(_TIMEOUT)
                 of[struct.unpack("i", connection.recv(4))[0]] = connection
-        except (OSError, struct.error) as error:
-            problem = f"no socket to another rank: {error}"
+        except Exception as error:
+            problem = f"no socket to another rank: {_what(error)}"
         self._all(problem)
         return to, of
 
@@ -148,8 +161,8 @@ class _Exchange:
             finally:
                 for descriptor in mine:
                     os.close(descriptor)
-        except (OSError, GTPError) as error:
-            problem = str(error)
+        except Exception as error:
+            problem = _what(error)
         self._all(problem)  # nobody waits for what is not on its way
         try:
             for peer, connection in of.items():
@@ -163,8 +176,8 @@ class _Exchange:
                 finally:
                     for descriptor in arrived:
                         os.close(descriptor)
-        except (OSError, GTPError) as error:
-            problem = str(error)
+        except Exception as error:
+            problem = _what(error)
         self._all(problem)
 
     def _socket(self) -> socket.socket:
@@ -172,9 +185,9 @@ class _Exchange:
         self._open[-1].settimeout(_TIMEOUT)
         return self._open[-1]
 
-    def _all(self, problem: str | None, what: str = "") -> list[str]:
+    def _all(self, problem: str | None, what: Any = None) -> list[Any]:
         """What all ranks say, if none has a problem."""
-        said: list[tuple[str | None, str]] = [(problem, what)] * self._size
+        said: list[tuple[str | None, Any]] = [(problem, what)] * self._size
         dist.all_gather_object(said, (problem, what), group=self._group)
         for rank, (trouble, _) in enumerate(said):
             if trouble is not None:

@@ -48,7 +48,8 @@ class Pages(Protocol):
         ...
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
-        """All of a handle's memory, of this size, at an address of a reserved range. Readable and writable."""
+        """All of a handle's memory, of this size, at an address of a reserved range. Readable and writable. What fails
+        leaves nothing there."""
         ...
 
     def retire(self, address: int, mapped: int, nbytes: int) -> None:
@@ -209,7 +210,11 @@ class CudaPages:
         size = ctypes.c_size_t(nbytes)
         self._call("cuMemMap", _u64(address), size, ctypes.c_size_t(0), _u64(handle), _u64(0))
         access = _Access(_Location(_ON_DEVICE, self._index), _READ_WRITE)
-        self._call("cuMemSetAccess", _u64(address), size, ctypes.byref(access), ctypes.c_size_t(1))
+        try:
+            self._call("cuMemSetAccess", _u64(address), size, ctypes.byref(access), ctypes.c_size_t(1))
+        except GTPStateError:
+            self._call("cuMemUnmap", _u64(address), size)
+            raise
 
     def retire(self, address: int, mapped: int, nbytes: int) -> None:
         with self._lock:
