@@ -47,6 +47,9 @@ order: losses, around 4.5, may then differ by {order:.0e} (one unit in the last 
 (by {norm:.0e} where losses are equal: their squares are added in another order). A dot: not tested. Written by
 `python -m tests.docs.test_composition` from the cells of `tests/megatron/test_parity.py`.
 
+Recomputation, padding, overlaps and the DistributedOptimizer change when or where something happens, and no number: their
+rows are compared with Megatron without them.
+
 TP tensor, SP sequence, CP context, PP pipeline (1F1B), EP expert parallel, DP replicas, EGTP the experts' own GTP axis.
 """
 

@@ -153,8 +153,8 @@ EXPERT_CELLS = cells(EXPERT_ROWS, EXPERT_COLUMNS)
 class References:
     """What Megatron without gtp gives, trained once for all cells that compare with it.
 
-    It trains without what changes when something is computed or sent, and no number: the cells of these features show
-    that they change none.
+    It trains without what changes when or where something is computed, sent or kept, and no number: the cells of these
+    features show that they change none.
     """
 
     def __init__(self) -> None:
@@ -166,6 +166,7 @@ class References:
             cell.case.unsharded(),
             alignment=1,
             recompute=None,
+            distributed_optimizer=False,
             overlap_grad=False,
             overlap_param=False,
             bucket_size=None,
