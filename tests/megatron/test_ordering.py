@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -46,6 +46,23 @@ def on_time_and_late(case: Case) -> tuple[list[float], list[float], list[float]]
         return plain.losses, on_time.losses, train(case).losses
 
 
+type Losses = list[tuple[list[float]]]
+"""By rank, as arguments of it."""
+
+
+@pytest.fixture(scope="module")
+def on_time(ranks: Any) -> Callable[[Case], Losses]:
+    """Losses of a case on four ranks, with collectives as they are; trained once for a test and its naive twin."""
+    trained: dict[Case, Losses] = {}
+
+    def losses(case: Case) -> Losses:
+        if case not in trained:
+            trained[case] = [(found.losses,) for found in ranks(4).run(train, case)]
+        return trained[case]
+
+    return losses
+
+
 CASES = {
     # the embedding, every layer's QKV and the output layer are [96, 32]: a pool of buffers by shape would mix them up
     "equal_shapes": Case(gtp=2),
@@ -70,32 +87,32 @@ OVERLAPPED = Case(
 )
 
 
-def overlapped_param_gather(naive: bool) -> tuple[list[float], list[float]]:
+def overlapped_param_gather(naive: bool, plain: list[float]) -> tuple[list[float], list[float]]:
     """C06, Megatron-LM issue 6389: a prefetch target lies in a bucket whose parameters are still on their way."""
-    plain = train(OVERLAPPED.unsharded())
     with ExitStack() as stack:
         if naive:
             stack.enter_context(mock.patch.object(building, "wait_for_param_sync"))
         stack.enter_context(late())
-        return plain.losses, train(OVERLAPPED).losses
+        return plain, train(OVERLAPPED).losses
 
 
-def test_a_gather_waits_for_the_parameter_all_gather(ranks: Any):
+def test_a_gather_waits_for_the_parameter_all_gather(ranks: Any, on_time: Callable[[Case], Losses]):
     """C06: no step runs on weights of the step before."""
-    for plain, sharded in ranks(4).run(overlapped_param_gather, False):
+    plain_losses = on_time(OVERLAPPED.unsharded())
+    for plain, sharded in ranks(4).run(overlapped_param_gather, False, per_rank_args=plain_losses):
         assert max(abs(a - b) for a, b in zip(plain, sharded, strict=True)) <= 2e-6
 
 
-def naive_losses_are_nan() -> bool:
+def naive_losses_are_nan(on_time: list[float]) -> bool:
     try:
-        plain, sharded = overlapped_param_gather(True)
+        plain, sharded = overlapped_param_gather(True, on_time)
     except RaceError:
         return True
     return plain[0] == sharded[0] and any(math.isnan(x) for x in sharded)
 
 
-def test_without_that_wait_the_prefetch_reads_what_has_not_arrived(ranks: Any):
-    assert all(ranks(4).run(naive_losses_are_nan))
+def test_without_that_wait_the_prefetch_reads_what_has_not_arrived(ranks: Any, on_time: Callable[[Case], Losses]):
+    assert all(ranks(4).run(naive_losses_are_nan, per_rank_args=on_time(OVERLAPPED.unsharded())))
 
 
 LAYER_WISE = Case(gtp=2, optimizer="muon", layer_wise=True, bf16=True, grad_fp32=True, steps=2)
@@ -188,7 +205,7 @@ class MovingTransport(ProcessGroupTransport):
             member.send = view
 
 
-def moved(naive: bool) -> tuple[list[float], list[float], bool]:
+def moved(naive: bool, on_time: list[float]) -> tuple[list[float], list[float], bool]:
     def choose(config: Any, groups: Any, device: torch.device) -> tuple[Any, str]:
         return MovingTransport(device), "test"
 
@@ -199,27 +216,28 @@ def moved(naive: bool) -> tuple[list[float], list[float], bool]:
         return all(any(start <= w.data_ptr() < stop for start, stop in spans) for w in weights)
 
     with ExitStack() as stack:
-        on_time = train(OVERLAPPED)
         stack.enter_context(mock.patch.object(building, "choose_transport", choose))
         if naive:
             stack.enter_context(mock.patch.object(gtp.megatron.MegatronGTPWeight, "adopt", gtp.GTPWeight.adopt))
         stack.enter_context(late())
         delayed = train(OVERLAPPED, in_the_buffer)
-    return on_time.losses, delayed.losses, delayed.extra
+    return on_time, delayed.losses, delayed.extra
 
 
-def test_weights_stay_in_the_buffer_that_the_distributed_optimizer_gathers_into(ranks: Any):
+def test_weights_stay_in_the_buffer_that_the_distributed_optimizer_gathers_into(
+    ranks: Any, on_time: Callable[[Case], Losses]
+):
     """C06. A transport with memory of its own gets a copy, at each line, of parameters that have arrived."""
-    for on_time, delayed, inside in ranks(4).run(moved, False):
+    for before, delayed, inside in ranks(4).run(moved, False, per_rank_args=on_time(OVERLAPPED)):
         assert inside
-        assert delayed == on_time
+        assert delayed == before
 
 
-def test_weights_moved_out_of_that_buffer_would_never_change(ranks: Any):
-    for on_time, delayed, inside in ranks(4).run(moved, True):
+def test_weights_moved_out_of_that_buffer_would_never_change(ranks: Any, on_time: Callable[[Case], Losses]):
+    for before, delayed, inside in ranks(4).run(moved, True, per_rank_args=on_time(OVERLAPPED)):
         assert not inside
-        assert delayed[0] == on_time[0]
-        assert max(abs(a - b) for a, b in zip(on_time, delayed, strict=True)) > 1e-3
+        assert delayed[0] == before[0]
+        assert max(abs(a - b) for a, b in zip(before, delayed, strict=True)) > 1e-3
 
 
 def gradients_at_the_hook(case: Case, eager: bool) -> tuple[set[int], bool]:
@@ -277,31 +295,33 @@ def test_an_early_grad_ready_would_be_seen(ranks: Any):
 READY = Case(gtp=2, distributed_optimizer=True, overlap_grad=True, bucket_size=3000, steps=4)
 
 
-def reduced_over_replicas(naive: bool) -> tuple[list[float], list[float]]:
+def reduced_over_replicas(naive: bool, plain: list[float]) -> tuple[list[float], list[float]]:
     """Losses without gtp and with it. DistributedDataParallel sends a bucket to the replicas when every hook of its
     weights has run; the reduction over the GTP ranks, which is to come before that, arrives as late as it may."""
-    plain = train(READY.unsharded())
     with ExitStack() as stack:
         if naive:
             weight = gtp.megatron.MegatronGTPWeight
             stack.enter_context(mock.patch.object(weight, "finalize_group_grads", _eager))
             stack.enter_context(mock.patch.object(weight, "run_gradient_hooks", gtp.GTPWeight.run_gradient_hooks))
         stack.enter_context(late())
-        return plain.losses, train(READY).losses
+        return plain, train(READY).losses
 
 
-def test_replicas_get_gradients_that_are_reduced_over_gtp(ranks: Any):
-    for plain, sharded in ranks(4).run(reduced_over_replicas, False):
+def test_replicas_get_gradients_that_are_reduced_over_gtp(ranks: Any, on_time: Callable[[Case], Losses]):
+    plain_losses = on_time(READY.unsharded())
+    for plain, sharded in ranks(4).run(reduced_over_replicas, False, per_rank_args=plain_losses):
         assert max(abs(a - b) for a, b in zip(plain, sharded, strict=True)) <= 2e-6
 
 
-def naive_reductions_are_seen() -> bool:
+def naive_reductions_are_seen(on_time: list[float]) -> bool:
     try:
-        plain, sharded = reduced_over_replicas(True)
+        plain, sharded = reduced_over_replicas(True, on_time)
     except RaceError as error:
         return "changed while" in str(error)
     return plain[0] == sharded[0] and not abs(plain[-1] - sharded[-1]) <= 1e-3
 
 
-def test_hooks_that_run_when_the_reduction_starts_send_what_has_not_arrived(ranks: Any):
-    assert all(ranks(4).run(naive_reductions_are_seen))
+def test_hooks_that_run_when_the_reduction_starts_send_what_has_not_arrived(
+    ranks: Any, on_time: Callable[[Case], Losses]
+):
+    assert all(ranks(4).run(naive_reductions_are_seen, per_rank_args=on_time(READY.unsharded())))
