@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import threading
 import socket
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from gtp.errors import GTPStateError
 from gtp.ops.peer import Block, CudaPages, Mapping, make_paged_arena
+from gtp.ops.peer.watchdog import WATCHDOG_THREAD
 from gtp.testing.host_pages import HostPages
 from gtp.testing.ranks import RankPool, RankPools
 
@@ -75,6 +77,30 @@ def test_memory_of_a_gpu_comes_back() -> None:
     del tensor
     gc.collect()
     assert torch.cuda.mem_get_info()[0] >= before - pages.page
+
+
+@pytest.mark.gpu
+def test_memory_that_goes_where_nobody_may_wait_comes_back_later() -> None:
+    """In a capture, which stays whole; and in the watchdog's thread, which others may be waiting for."""
+    pages = _pages("cuda")
+    torch.cuda.synchronize()
+    before, _ = torch.cuda.mem_get_info()
+    size = 64 * pages.page
+    tensors = [Mapping(pages, [Block(pages, size)]).tensor().fill_(1) for _ in range(3)]
+    x = torch.ones(8, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x + 1
+        tensors.pop()
+        y += 1
+    watchdog = threading.Thread(target=tensors.pop, name=WATCHDOG_THREAD)
+    watchdog.start()
+    watchdog.join()
+    assert before - torch.cuda.mem_get_info()[0] >= 3 * size
+    graph.replay()
+    assert y.tolist() == [3.0] * 8
+    tensors.pop()  # brings the others
+    assert before - torch.cuda.mem_get_info()[0] < size
 
 
 def test_a_mapping_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:

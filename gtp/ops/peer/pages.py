@@ -8,14 +8,18 @@ mapping after writes through another are defined where kernels are ordered, by a
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 
 from gtp.errors import GTPStateError
+from gtp.ops.peer.watchdog import WATCHDOG_THREAD
 
 
 class Pages(Protocol):
@@ -137,6 +141,12 @@ class _Memory:
         }  # fmt: skip
 
 
+_log = logging.getLogger("gtp")
+
+# By device, of all users: ranges of addresses, the bytes mapped and all of them, that nobody reads through any more.
+_retired: defaultdict[int, deque[tuple[int, int, int]]] = defaultdict(deque)
+_sweeping = threading.Lock()
+
 # Values of the CUDA driver API
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
@@ -163,8 +173,7 @@ class CudaPages:
             self._cuda = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise GTPStateError(f"the CUDA driver library libcuda.so.1 cannot be loaded: {error}") from error
-        self._retired: list[tuple[int, int, int]] = []
-        self._lock = threading.RLock()  # waiting may run the garbage collector, which retires more
+        self._retired = _retired[self._index]
         granularity = ctypes.c_size_t()
         self._call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._properties(True)), 0)
         self.page = granularity.value
@@ -174,13 +183,16 @@ class CudaPages:
         arguments = (ctypes.byref(handle), ctypes.c_size_t(nbytes), ctypes.byref(self._properties(shared)), _u64(0))
         status = self._try("cuMemCreate", *arguments)
         if status == _OUT_OF_MEMORY and not torch.cuda.is_current_stream_capturing():
+            self._sweep()
             torch.cuda.empty_cache()  # torch holds memory that it does not use
             status = self._try("cuMemCreate", *arguments)
         if status == _OUT_OF_MEMORY:
             free, total = torch.cuda.mem_get_info(self._index)
+            what = "a shard" if shared else "gathered weights"
+            advice = "" if shared else ". GTPConfig(prefetch_bytes=..., keep_bytes=...) bound what is gathered ahead"
             raise torch.OutOfMemoryError(
-                f"CUDA out of memory: {nbytes} bytes of GPU {self._index} are wanted for gathered weights, and {free} "
-                f"of {total} are free. GTPConfig(prefetch_bytes=..., keep_bytes=...) bound what is gathered ahead"
+                f"CUDA out of memory: {nbytes} bytes of GPU {self._index} are wanted for {what}, and {free} of {total} "
+                f"are free{advice}"
             )
         self._check("cuMemCreate", status)
         return handle.value
@@ -217,16 +229,30 @@ class CudaPages:
             raise
 
     def retire(self, address: int, mapped: int, nbytes: int) -> None:
-        with self._lock:
-            self._retired.append((address, mapped, nbytes))
-            if torch.cuda.is_current_stream_capturing():
-                return  # the device cannot be waited for now; the next one to go sees to this one too
-            torch.cuda.synchronize(self._index)
-            while self._retired:
-                address, mapped, nbytes = self._retired.pop()
+        self._retired.append((address, mapped, nbytes))
+        # A finalizer runs in any thread. What the device waits for may be the watchdog's to end: it waits for nothing.
+        if threading.current_thread().name != WATCHDOG_THREAD:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Unmaps what was retired. While the device cannot be waited for, that is left to a later time."""
+        if torch.cuda.is_current_stream_capturing() or not _sweeping.acquire(blocking=False):
+            return  # waiting may run the garbage collector, which comes here again
+        try:
+            count = len(self._retired)
+            try:
+                with _relaxed(self._cuda):
+                    torch.cuda.synchronize(self._index)
+            except RuntimeError as error:  # another thread captures, or the device has failed
+                _log.debug("gtp: GPU %d cannot be waited for: %s", self._index, error)
+                return
+            for _ in range(count):
+                address, mapped, nbytes = self._retired.popleft()
                 if mapped:
                     self._call("cuMemUnmap", _u64(address), ctypes.c_size_t(mapped))
                 self._call("cuMemAddressFree", _u64(address), ctypes.c_size_t(nbytes))
+        finally:
+            _sweeping.release()
 
     def tensor(self, mapping: Mapping) -> torch.Tensor:
         with torch.inference_mode(False):
@@ -240,14 +266,9 @@ class CudaPages:
         self._check(name, self._try(name, *arguments))
 
     def _try(self, name: str, *arguments: object) -> int:
-        # None of these calls is work for a stream, and a capture in progress need not know of them.
-        mode = ctypes.c_int(_RELAXED)
-        self._cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-        try:
+        with _relaxed(self._cuda):
             status: int = getattr(self._cuda, name)(*arguments)
-            return status
-        finally:
-            self._cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        return status
 
     def _check(self, name: str, status: int) -> None:
         if status:
@@ -255,6 +276,17 @@ class CudaPages:
             self._cuda.cuGetErrorString(status, ctypes.byref(text))
             message = text.value.decode() if text.value else "unknown error"
             raise GTPStateError(f"{name} failed with CUDA driver error {status}: {message}")
+
+
+@contextmanager
+def _relaxed(cuda: ctypes.CDLL) -> Iterator[None]:
+    """What is called inside is no work for a stream, and a capture in progress need not know of it."""
+    mode = ctypes.c_int(_RELAXED)
+    cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 _u64 = ctypes.c_uint64

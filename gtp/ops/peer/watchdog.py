@@ -26,6 +26,7 @@ from gtp.ops.peer.handshake import WORD
 
 _log = logging.getLogger("gtp")
 
+WATCHDOG_THREAD = "gtp-watchdog"
 _MOST_SITES = 1024
 _RUN_OUT = 10.0  # seconds that streams get to run out when memory goes; a collective with a lost rank takes longer
 _LOOK = 1.0  # seconds of looking without a pause, before a rank is given up
@@ -106,7 +107,7 @@ class Watchdog:
         """From here on somebody looks."""
         # The thread must not keep a deleted model's memory alive.
         self._thread = threading.Thread(target=_watch, args=(weakref.ref(self), self._stopped), daemon=True)
-        self._thread.name = "gtp-watchdog"
+        self._thread.name = WATCHDOG_THREAD
         self._thread.start()
 
     def stop(self) -> None:
