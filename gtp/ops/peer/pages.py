@@ -8,10 +8,10 @@ mapping after writes through another are defined where kernels are ordered, by a
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import threading
 import weakref
-from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -109,6 +109,12 @@ class Mapping:
         return self._pages.tensor(self)
 
 
+class _Garbage:
+    """What the garbage collector finds the next time that it looks."""
+
+    itself: _Garbage
+
+
 class _Location(ctypes.Structure):
     _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]  # CUmemLocation
 
@@ -143,10 +149,6 @@ class _Memory:
 
 _log = logging.getLogger("gtp")
 
-# By device, of all users: ranges of addresses, the bytes mapped and all of them, that nobody reads through any more.
-_retired: defaultdict[int, deque[tuple[int, int, int]]] = defaultdict(deque)
-_sweeping = threading.Lock()
-
 # Values of the CUDA driver API
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
@@ -173,7 +175,6 @@ class CudaPages:
             self._cuda = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise GTPStateError(f"the CUDA driver library libcuda.so.1 cannot be loaded: {error}") from error
-        self._retired = _retired[self._index]
         granularity = ctypes.c_size_t()
         self._call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._properties(True)), 0)
         self.page = granularity.value
@@ -183,7 +184,7 @@ class CudaPages:
         arguments = (ctypes.byref(handle), ctypes.c_size_t(nbytes), ctypes.byref(self._properties(shared)), _u64(0))
         status = self._try("cuMemCreate", *arguments)
         if status == _OUT_OF_MEMORY and not torch.cuda.is_current_stream_capturing():
-            self._sweep()
+            gc.collect()  # see `retire`
             torch.cuda.empty_cache()  # torch holds memory that it does not use
             status = self._try("cuMemCreate", *arguments)
         if status == _OUT_OF_MEMORY:
@@ -229,30 +230,27 @@ class CudaPages:
             raise
 
     def retire(self, address: int, mapped: int, nbytes: int) -> None:
-        self._retired.append((address, mapped, nbytes))
-        # A finalizer runs in any thread. What the device waits for may be the watchdog's to end: it waits for nothing.
-        if threading.current_thread().name != WATCHDOG_THREAD:
-            self._sweep()
+        if not self._idle():
+            # Finalizers run in any thread at any time. This one runs anew when the garbage collector finds this:
+            garbage = _Garbage()
+            garbage.itself = garbage
+            weakref.finalize(garbage, self.retire, address, mapped, nbytes).atexit = False
+            return
+        if mapped:
+            self._call("cuMemUnmap", _u64(address), ctypes.c_size_t(mapped))
+        self._call("cuMemAddressFree", _u64(address), ctypes.c_size_t(nbytes))
 
-    def _sweep(self) -> None:
-        """Unmaps what was retired. While the device cannot be waited for, that is left to a later time."""
-        if torch.cuda.is_current_stream_capturing() or not _sweeping.acquire(blocking=False):
-            return  # waiting may run the garbage collector, which comes here again
+    def _idle(self) -> bool:
+        """Waits for the device, if it may be waited for: not in a capture, nor by who ends what it waits for."""
+        if torch.cuda.is_current_stream_capturing() or threading.current_thread().name == WATCHDOG_THREAD:
+            return False
         try:
-            count = len(self._retired)
-            try:
-                with _relaxed(self._cuda):
-                    torch.cuda.synchronize(self._index)
-            except RuntimeError as error:  # another thread captures, or the device has failed
-                _log.debug("gtp: GPU %d cannot be waited for: %s", self._index, error)
-                return
-            for _ in range(count):
-                address, mapped, nbytes = self._retired.popleft()
-                if mapped:
-                    self._call("cuMemUnmap", _u64(address), ctypes.c_size_t(mapped))
-                self._call("cuMemAddressFree", _u64(address), ctypes.c_size_t(nbytes))
-        finally:
-            _sweeping.release()
+            with _relaxed(self._cuda):
+                torch.cuda.synchronize(self._index)
+        except RuntimeError as error:  # another thread captures, or the device has failed
+            _log.debug("gtp: GPU %d cannot be waited for: %s", self._index, error)
+            return False
+        return True
 
     def tensor(self, mapping: Mapping) -> torch.Tensor:
         with torch.inference_mode(False):
