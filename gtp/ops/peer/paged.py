@@ -93,7 +93,7 @@ class _Exchange:
             listener = self._socket()
             listener.bind(path)
             listener.listen(self._size)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - told to all ranks, which would wait for ever
             problem = _what(error)
         said = self._all(problem, (path, tuple(sizes)))
         if len({wanted for _, wanted in said}) > 1:
@@ -106,7 +106,7 @@ class _Exchange:
         peers, problem = {}, None
         try:
             peers = {peer: Mapping(self._pages, known) for peer, known in theirs.items()}
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - told to all ranks, which would wait for ever
             problem = _what(error)
         self._all(problem)
         assert own is not None  # else all ranks had been told
@@ -137,7 +137,7 @@ class _Exchange:
                 self._open.append(connection)
                 connection.settimeout(_TIMEOUT)
                 of[struct.unpack("i", connection.recv(4))[0]] = connection
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - told to all ranks, which would wait for ever
             problem = f"no socket to another rank: {_what(error)}"
         self._all(problem)
         return to, of
@@ -161,7 +161,7 @@ class _Exchange:
             finally:
                 for descriptor in mine:
                     os.close(descriptor)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - told to all ranks, which would wait for ever
             problem = _what(error)
         self._all(problem)  # nobody waits for what is not on its way
         try:
@@ -176,7 +176,7 @@ class _Exchange:
                 finally:
                     for descriptor in arrived:
                         os.close(descriptor)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - told to all ranks, which would wait for ever
             problem = _what(error)
         self._all(problem)
 
