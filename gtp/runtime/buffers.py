@@ -32,7 +32,11 @@ _use_count: Callable[[int], int] = torch._C._storage_Use_Count  # of a storage, 
 
 
 class Buffer:
-    """One block of pooled memory. States: free, leased (`holds` > 0), lingering (holds == 0, storage still read)."""
+    """One block of pooled memory. States: free, leased (`holds` > 0), lingering (holds == 0, storage still read).
+
+    Attributes:
+        lasting: Whether its memory stays when a pool gives it up, which then saves nothing.
+    """
 
     __slots__ = (
         "_address",
@@ -44,6 +48,7 @@ class Buffer:
         "holds",
         "home",
         "kind",
+        "lasting",
         "nbytes",
         "streams",
     )
@@ -54,6 +59,7 @@ class Buffer:
         self._views: dict[object, list[torch.Tensor]] = {}
         self.kind: Kind = base.numel()
         self.nbytes = base.numel()
+        self.lasting = False
         self.holds = 0
         self.streams: list[torch.cuda.Stream] = []
         self.events: list[torch.cuda.Event] = []
@@ -80,8 +86,8 @@ class Buffer:
     def shard_written(self, place: Place) -> None:
         """Shards of this group are about to be written, which changes memory that they are mapped into."""
 
-    def given_back(self) -> None:
-        """It is no longer in a pool, and ends if nobody else holds it."""
+    def capture_ended(self) -> None:
+        """It was free when its capture ended, and is in no pool any more."""
 
     def readable(self, dying: int = 0) -> bool:
         """Whether some tensor outside the pool, other than `dying` ones, still looks at this memory."""
@@ -216,23 +222,24 @@ class BufferPool:
 
     def shard_written(self, place: Place) -> None:
         """This rank's shards change where they are. Who has kept a full weight of them for backward is to know."""
-        for buffer in {*(buffer for _, buffer in self._handed.values()), *self._lingering}:
+        handed = list(self._handed.values())  # the garbage collector may end a lease meanwhile
+        for buffer in {*(buffer for _, buffer in handed), *self._lingering}:
             buffer.shard_written(place)
 
     def trim(self) -> None:
-        """Gives every free buffer back to the allocator. Leased ones stay."""
+        """Gives every free buffer back to the allocator. Leased ones stay, and lasting ones."""
         self._collect()
-        for kind in list(self._free):
-            for buffer in self._free.pop(kind):
-                self._give_back(buffer)
+        for buffers in list(self._free.values()):
+            while buffers and not buffers[-1].lasting:
+                self._give_back(buffers.pop())
 
     def end(self) -> None:
         """The capture that this pool served is over, and so is every event in it."""
         self._collect()
-        for buffers in self._free.values():
+        for buffers in list(self._free.values()):
             for buffer in buffers:
                 buffer.events.clear()
-                buffer.given_back()
+                buffer.capture_ended()
         self._free.clear()
 
     def _ended(self, lease: weakref.ref[torch.Tensor]) -> None:
@@ -279,7 +286,7 @@ class BufferPool:
         if excess > 0:
             # largest first: fewest allocator calls, and a vocabulary-sized buffer does not stay for a step
             for buffers in sorted(filter(None, self._free.values()), key=lambda b: b[0].nbytes, reverse=True):
-                while buffers and excess > 0:
+                while buffers and not buffers[-1].lasting and excess > 0:
                     excess -= buffers[0].nbytes
                     self._give_back(buffers.pop())
         home = self._current_stream()
@@ -294,4 +301,3 @@ class BufferPool:
             event.wait(buffer.home)
         self.recycle_events(buffer)
         self.reserved_bytes -= buffer.nbytes
-        buffer.given_back()

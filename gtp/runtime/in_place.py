@@ -36,7 +36,8 @@ class Place:
     """
 
     def __init__(self, room: Room, own: Sequence[tuple[Block, int]], rank: int, size: int) -> None:
-        self._room = room
+        self._room = weakref.ref(room)  # which may hold buffers, which hold this
+        self._pages = room.pages
         self._order: list[Block | None] = []  # None stands for the next piece
         pieces: list[int] = []
         starts: list[int] = []
@@ -63,12 +64,14 @@ class Place:
 
     def new_buffer(self, home: torch.cuda.Stream | None) -> MappedBuffer:
         """A buffer for peers' shards, for this group or another one of its kind."""
-        return self._room.take(self.kind, home)
+        room = self._room()
+        assert room is not None  # transports hold theirs
+        return room.take(self.kind, home)
 
     def map(self, pieces: Sequence[Block]) -> torch.Tensor:
         """uint8 over a whole gathered group: peers' shards in `pieces`, this rank's own where they are."""
         left = iter(pieces)
-        mapping = Mapping(self._room.pages, [next(left) if block is None else block for block in self._order])
+        mapping = Mapping(self._pages, [next(left) if block is None else block for block in self._order])
         self.addresses.add(mapping.address + self.starts[0])
         return mapping.tensor()
 
@@ -87,6 +90,7 @@ class MappedBuffer(Buffer):
         super().__init__(torch.empty(0, dtype=torch.uint8), home)
         self.kind = tuple(piece.nbytes for piece in pieces)
         self.nbytes = sum(self.kind)
+        self.lasting = room is not None  # see [Note: what graphs hold]
         self._pieces = pieces
         self._mapped: dict[Place, torch.Tensor] = {}
         self._place: Place | None = None
@@ -109,7 +113,7 @@ class MappedBuffer(Buffer):
         assert self._place is not None  # views are asked for after `enter`
         return self._place.starts
 
-    def given_back(self) -> None:
+    def capture_ended(self) -> None:
         room = None if self._room is None else self._room()
         if room is not None:
             room.spare(self)

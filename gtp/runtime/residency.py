@@ -162,8 +162,7 @@ class Gatherer:
             self._finish_all()
             self._transport.close()
         self._interrupted = False
-        self._refresh([group])
-        self._transport.open(self._groups if was_open else [group])
+        self._open(self._groups if was_open else [group])
         try:
             copy = self._start(group)
             full = self._hand_out(group, copy)
@@ -185,14 +184,18 @@ class Gatherer:
             self._interrupted = False
 
     def _publish(self) -> None:
-        """Begins a line: all shards are current from here on, or when `before_gather` has said so."""
-        if self._before_gather is not None and (self._transport.peers_read or self._sent):
-            for group in self._groups:
-                self._before_gather(group)
-        self._refresh(self._groups)
-        self._transport.open(self._groups)
+        """Begins a line."""
+        self._open(self._groups)
         self._line = self._capture
         self._interrupted = False
+
+    def _open(self, groups: Sequence[WeightGroup]) -> None:
+        """All shards of `groups` are current from here on, or when `before_gather` has said so."""
+        if self._before_gather is not None and (self._transport.peers_read or self._sent):
+            for group in groups:
+                self._before_gather(group)
+        self._refresh(groups)
+        self._transport.open(groups)
 
     def _refresh(self, groups: Sequence[WeightGroup]) -> None:
         """Makes `send` what the shard is now, where it is a copy."""

@@ -130,7 +130,12 @@ class Machine:
                     raise Deadlock(self._where())
                 return
             ours = {key: found for key, found in runnable.items() if key[0] == ahead} or runnable
-            fed = [c for (_, stream), found in ours.items() if stream not in starved for c in found]
+            fed = [
+                c
+                for (_, stream), found in ours.items()
+                for c in found
+                if stream not in starved and c[1].stream not in starved
+            ]
             queue, operation = order.choice(fed or [c for found in ours.values() for c in found])
             head = queue[0]
             operation.run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 import pytest
@@ -9,7 +10,10 @@ import torch
 
 from gtp.ops.peer import Block, Mapping
 from gtp.runtime.buffers import BufferPool
+from gtp.runtime.group import WeightGroup
 from gtp.runtime.in_place import Place, Room, whole_pages
+from gtp.runtime.residency import Gatherer
+from gtp.runtime.schedule import Phase, Schedule
 from gtp.testing.host_pages import HostPages
 from tests.runtime.simulated_streams import Machine
 from tests.runtime.test_copy_engine_protocol import Rank, make_ranks
@@ -121,6 +125,62 @@ def test_backward_refuses_a_full_weight_whose_shard_was_written() -> None:
     assert x.grad.shape == (3, 32)
 
 
+def test_a_lease_that_ends_meanwhile_does_not_disturb_a_write() -> None:
+    """The garbage collector runs when it likes, and ends leases."""
+    room, pool = _room(), _pool()
+    places = [Place(room, [block], 0, 2) for block in _shards(room, [1, 1])]
+    threshold = gc.get_threshold()
+    left = []
+    for allocations in range(1, 16):
+        gc.collect()
+        gc.disable()
+        try:
+            for place in places * 2:
+                _leave_in_a_cycle(pool, place)
+            gc.set_threshold(gc.get_count()[0] + allocations, *threshold[1:])
+            gc.enable()
+            pool.shard_written(places[0])
+        finally:
+            gc.set_threshold(*threshold)
+            gc.enable()
+        gc.collect()
+        held = pool.lease(0, places[0])  # looks at what lingers
+        left.append(pool.leased_bytes)
+        pool.let_go(held)
+    assert left == [room.pages.page] * 15
+
+
+def _leave_in_a_cycle(pool: BufferPool, place: Place) -> None:
+    buffer = pool.lease(0, place)
+    (full,) = buffer.views(place, [(2 * place.kind[0],)], torch.uint8)
+    handed = full.detach()
+    pool.hand_out(buffer, handed)
+    pool.let_go(buffer)
+    garbage: list[object] = [handed]
+    garbage.append(garbage)
+
+
+@pytest.mark.parametrize("captured", [0, 1], ids=["eager", "captured"])
+def test_a_transport_that_goes_takes_its_memory_along_at_once(captured: int) -> None:
+    """Shards and gathered weights of a deleted model do not wait for the garbage collector."""
+    pages = HostPages()
+    room = Room(pages, lambda: captured)
+    (own,) = _shards(room, [1])
+    place, pool = Place(room, [own], 0, 2), _pool()
+    buffer = pool.lease(0, place)
+    buffer.views(place, [(2 * pages.page,)], torch.uint8)
+    pool.let_go(buffer)
+    assert (pages.mapped, pages.allocated) == (2 * pages.page, 2 * pages.page)
+    gc.disable()
+    try:
+        if captured:
+            pool.end()
+        del room, own, place, pool, buffer
+        assert (pages.mapped, pages.allocated) == (0, 0)
+    finally:
+        gc.enable()
+
+
 def test_a_pool_that_may_keep_little_gives_mapped_memory_back() -> None:
     pages = HostPages()
     room, pool = _room(pages), _pool(limit=4 * pages.page)
@@ -182,3 +242,32 @@ def test_weights_that_users_see_are_copies() -> None:
     for me in make_ranks(machine, [(0, 1)] * 2, [[(16, 64)]] * 2, shown=[0]):
         assert me.transport.place(me.groups[0]) is None
         assert me.transport.place(me.groups[1]) is not None
+
+
+def test_compute_copies_of_written_shards_are_current_before_peers_read_them() -> None:
+    """Also where the first gather after a write is that of a submodule called by hand, in the middle of a line."""
+    me = make_ranks(Machine(2), [(0, 1)] * 2, [[(16, 64)]] * 2)[0]
+    for group in me.groups:
+        group.members[0].shard = group.members[0].shard.clone()  # `send` is a compute copy of it
+    told: list[object] = []
+    open_, before = me.transport.open, lambda group: bool(told.append(group.index))
+
+    def open_and_look(groups: Sequence[WeightGroup]) -> None:
+        told.append([(group.members[0].send - group.members[0].shard).abs().max().item() for group in groups])
+        open_(groups)
+
+    me.transport.open = open_and_look  # type: ignore[method-assign]
+    sizes = [group.gathered_nbytes for group in me.groups]
+    schedule = Schedule(sizes, prefetch_bytes=0, keep_bytes=0)
+    gatherer = Gatherer(me.groups, schedule, _pool(), me.transport, before)
+    first, second = me.groups
+    gatherer.consume(first, Phase.FORWARD, inside=False)
+    assert told[:2] == [0, [0.0]]  # shards are current, then peers are told
+    gatherer.open_line()
+    gatherer.consume(first, Phase.FORWARD, inside=True)
+    gatherer.before_write([second])
+    second.members[0].shard.add_(1)
+    told.clear()
+    gatherer.consume(first, Phase.FORWARD, inside=False)
+    assert told[:3] == [0, 1, [0.0, 0.0]]
+    gatherer.close_line()

@@ -383,6 +383,18 @@ def test_graphs_captured_one_after_the_other_share_what_is_mapped() -> None:
     assert held[0] > 0
 
 
+def test_a_graph_of_two_streams_reuses_what_is_mapped_after_both() -> None:
+    """Also where a pool may keep nothing: memory of one stream is not handed to another that does not wait for it."""
+    for limit in (0, 1 << 30):
+        for seed in range(2):
+            machine = Machine(2)
+            trainers = _trainers(machine, GTPConfig(prefetch_bytes=0, grad_reduce="sum"), limit, [], _PAGES)
+            for trainer in trainers:
+                train(trainer, [Step([2, 1, 0, 1], frozenset([5]), 1, layer=False)], seed)
+            machine.run(seed, starved=[trainer.second for trainer in trainers])
+            _check(trainers)
+
+
 @pytest.mark.parametrize("replays", [0, 2], ids=["eager", "graphs"])
 @pytest.mark.parametrize("limit", [0, 2048, 1 << 30])
 def test_memory_that_two_streams_read_is_reused_after_both(replays: int, limit: int) -> None:
