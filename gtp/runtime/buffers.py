@@ -146,19 +146,19 @@ class BufferPool:
         self.leased_bytes = 0
         self.peak_leased_bytes = 0
 
-    def lease(self, nbytes: int, place: Place | None = None) -> Buffer:
-        """A buffer of `nbytes`, held once by the caller. Write it only after `buffer.events`.
+    def lease(self, room: int | Place) -> Buffer:
+        """A buffer, held once by the caller. Write it only after `buffer.events`.
 
         Args:
-            place: Where this rank's own part of those bytes lies already, and how to make a buffer around it.
+            room: Its bytes; or where this rank's own part lies already, and how to make a buffer around it.
         """
         if self._lingering:
             self._collect()
-        free = self._free.get(nbytes if place is None else place.kind)
-        buffer = free.pop() if free else self._new(nbytes, place)
-        if place is not None:
+        free = self._free.get(room if isinstance(room, int) else room.kind)
+        buffer = free.pop() if free else self._new(room)
+        if not isinstance(room, int):
             try:
-                buffer.enter(place)
+                buffer.enter(room)
             except BaseException:
                 self._free.setdefault(buffer.kind, []).append(buffer)
                 raise
@@ -280,8 +280,8 @@ class BufferPool:
             event.record(stream)
             buffer.events.append(event)
 
-    def _new(self, nbytes: int, place: Place | None) -> Buffer:
-        nbytes = nbytes if place is None else sum(place.kind)
+    def _new(self, room: int | Place) -> Buffer:
+        nbytes = room if isinstance(room, int) else sum(room.kind)
         excess = self.reserved_bytes + nbytes - self._limit
         if excess > 0:
             # largest first: fewest allocator calls, and a vocabulary-sized buffer does not stay for a step
@@ -290,7 +290,7 @@ class BufferPool:
                     excess -= buffers[0].nbytes
                     self._give_back(buffers.pop())
         home = self._current_stream()
-        buffer = Buffer(self._allocate(nbytes), home) if place is None else place.new_buffer(home)
+        buffer = Buffer(self._allocate(nbytes), home) if isinstance(room, int) else room.new_buffer(home)
         self.reserved_bytes += buffer.nbytes
         # The allocator hands out memory in the order of the current stream: what had it before may not have run yet.
         self._record(buffer, home)

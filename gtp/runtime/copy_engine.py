@@ -125,9 +125,10 @@ class CopyEngineTransport(Transport):
             domain = self._domains[group.process_group]
             for member in group.members:
                 self._move(domain, member)
-            self._gather_plans.append(plan_gather(domain, group, self._pulls, self._local))
             own = [(domain.blocks[m], m.send.nbytes) for m in group.members if m in domain.blocks]
-            self._places.append(Place(room, own, domain.rank, domain.size) if own and room is not None else None)
+            place = Place(room, own, domain.rank, domain.size) if own and room is not None else None
+            self._places.append(place)
+            self._gather_plans.append(plan_gather(domain, group, self._pulls, self._local, in_place=place is not None))
         self._log_places(groups)
         if self._watchdog is not None:
             torch.cuda.synchronize(self._device)
@@ -148,12 +149,17 @@ class CopyEngineTransport(Transport):
 
     def _log_places(self, groups: Sequence[WeightGroup]) -> None:
         placed = sum(g.gathered_nbytes for g, place in zip(groups, self._places, strict=True) if place is not None)
-        problems = {d.why_no_pages for d in self._domains.values() if d.why_no_pages is not None}
+        total = sum(g.gathered_nbytes for g in groups)
         _log.info(
-            "gtp: own shards are mapped into %.1f of %.1f MiB of gathered weights, and copied into the others%s",
-            placed / 2**20, sum(g.gathered_nbytes for g in groups) / 2**20,
-            f" (not mapped: {'; '.join(sorted(problems))})" if problems else "",
+            "gtp: own shards are mapped into %.1f of %.1f MiB of gathered weights, and copied into the others",
+            placed / 2**20, total / 2**20,
         )  # fmt: skip
+        for domain in self._domains.values():
+            if domain.why_no_pages is not None:
+                _log.warning(
+                    "gtp: own shards are copied into gathered weights, since they cannot be mapped: %s",
+                    domain.why_no_pages,
+                )
 
     def place(self, group: WeightGroup) -> Place | None:
         return self._places[group.index]
@@ -260,8 +266,6 @@ class CopyEngineTransport(Transport):
         if plan.domain not in self._open:
             raise GTPStateError(f"{group.name}: gathered outside of a line, where peers may be writing their shards")
         addresses = [tensor.data_ptr() for tensor in out]
-        place = self._places[group.index]
-        in_place = place is not None and addresses[0] in place.addresses
         # Events from before a capture may not be waited for inside it, and need not be: a capture begins with an idle
         # device. The current stream stands for the others, and brings the side streams into the capture.
         fork = self._events.take() if driver.capture() else None
@@ -269,7 +273,7 @@ class CopyEngineTransport(Transport):
             driver.record(fork, driver.current_stream())
         waits = [event.cuda_event for event in after] if fork is None else [fork]
         events = []
-        for stream, copies in plan.of_peers if in_place else plan.lanes:
+        for stream, copies in plan.lanes:
             for event in waits:
                 driver.wait_event(stream, event)
             for member, offset, source, nbytes in copies:

@@ -16,21 +16,13 @@ SPLIT_BYTES = 4 << 20  # a gather is worth more than one stream from here on
 Copy = tuple[int, int, int, int]
 """Member, offset in its buffer, address at the peer, bytes."""
 
-Lanes = tuple[tuple[int, tuple[Copy, ...]], ...]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GatherPlan:
-    """Streams, and the copies that each of them carries.
-
-    Attributes:
-        lanes: All copies.
-        of_peers: Those that are left where this rank's own shards are in place.
-    """
+    """Streams, and the copies that each of them carries."""
 
     domain: Domain
-    lanes: Lanes
-    of_peers: Lanes
+    lanes: tuple[tuple[int, tuple[Copy, ...]], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,8 +54,8 @@ class ReducePlan:
     messages: tuple[tuple[Part, ...], ...]
 
 
-def plan_gather(domain: Domain, group: WeightGroup, pulls: Sequence[int], local: int) -> GatherPlan:
-    """Deals the copies of a group over streams: peers' shards over `pulls`, this rank's own on `local`.
+def plan_gather(domain: Domain, group: WeightGroup, pulls: Sequence[int], local: int, *, in_place: bool) -> GatherPlan:
+    """Deals the copies of a group over streams: peers' shards over `pulls`, this rank's own on `local` if not in place.
 
     One stream saturates the link to one peer (352 GB/s between two H200s; 343 when its copy is split over two streams).
     """
@@ -78,16 +70,13 @@ def plan_gather(domain: Domain, group: WeightGroup, pulls: Sequence[int], local:
 
     # Staggered: at any moment every rank reads from another one.
     remote = [shards_of((domain.rank + step) % domain.size) for step in range(1, domain.size)]
-    own = shards_of(domain.rank)
+    own = [] if in_place else shards_of(domain.rank)
     if sum(sizes) * len(remote) < SPLIT_BYTES:
-        together = tuple(chain.from_iterable(remote))
-        return GatherPlan(domain, _lanes((pulls[0], (*together, *own))), _lanes((pulls[0], together)))
-    dealt = [(stream, tuple(chain.from_iterable(remote[lane :: len(pulls)]))) for lane, stream in enumerate(pulls)]
-    return GatherPlan(domain, _lanes(*dealt, (local, tuple(own))), _lanes(*dealt))
-
-
-def _lanes(*lanes: tuple[int, tuple[Copy, ...]]) -> Lanes:
-    return tuple((stream, copies) for stream, copies in lanes if copies)
+        everything = (*chain.from_iterable(remote), *own)
+        return GatherPlan(domain, ((pulls[0], everything),) if everything else ())
+    dealt = [tuple(chain.from_iterable(remote[lane :: len(pulls)])) for lane in range(len(pulls))]
+    lanes = [*zip(pulls, dealt, strict=True), (local, tuple(own))]
+    return GatherPlan(domain, tuple((stream, copies) for stream, copies in lanes if copies))
 
 
 def plan_messages(counts: Sequence[int], dtype: torch.dtype, domain: Domain) -> tuple[tuple[Part, ...], ...]:

@@ -32,7 +32,6 @@ class Place:
     Attributes:
         kind: Bytes of the stretches around this rank's shards, in order of address. Groups of one kind share buffers.
         starts: Where each weight begins, in bytes from the beginning of a buffer.
-        addresses: Where the first weight begins, in every buffer that was mapped for this group.
     """
 
     def __init__(self, room: Room, own: Sequence[tuple[Block, int]], rank: int, size: int) -> None:
@@ -60,7 +59,6 @@ class Place:
         add_piece()
         self.kind = tuple(pieces)
         self.starts = tuple(starts)
-        self.addresses: set[int] = set()
 
     def new_buffer(self, home: torch.cuda.Stream | None) -> MappedBuffer:
         """A buffer for peers' shards, for this group or another one of its kind."""
@@ -71,9 +69,7 @@ class Place:
     def map(self, pieces: Sequence[Block]) -> torch.Tensor:
         """uint8 over a whole gathered group: peers' shards in `pieces`, this rank's own where they are."""
         left = iter(pieces)
-        mapping = Mapping(self._pages, [next(left) if block is None else block for block in self._order])
-        self.addresses.add(mapping.address + self.starts[0])
-        return mapping.tensor()
+        return Mapping(self._pages, [next(left) if block is None else block for block in self._order]).tensor()
 
 
 def whole_pages(nbytes: int, page: int) -> int:

@@ -215,8 +215,7 @@ class Gatherer:
         versions = _versions(group)
         if self._sent.get(index, versions) != versions:
             self._refresh([group])  # written since the line began
-        place = self._places[index]
-        buffer = self._pool.lease(self._nbytes[index], place)
+        buffer = self._pool.lease(self._places[index] or self._nbytes[index])
         outs = buffer.views(index, self._shapes[index], group.compute_dtype)
         if self._capture:
             self._pool.join_readers(buffer)  # there, transports may fork from the current stream alone

@@ -31,11 +31,11 @@ def _out_of_memory_at(pool: Any, lease: int) -> Any:
     """The `lease`-th lease of a pool from now on finds no memory. Returns what mends that."""
     real, count = pool.lease, [0]
 
-    def failing(nbytes: int, place: Any = None) -> Any:
+    def failing(room: Any) -> Any:
         count[0] += 1
         if count[0] == lease:
             raise MemoryError("simulated")
-        return real(nbytes)
+        return real(room)
 
     pool.lease = failing
     return lambda: vars(pool).pop("lease")
