@@ -94,13 +94,14 @@ def _on_rank(
         fn(device, args)
         synchronize(device)
         dist.barrier()
+        if port is not None:
+            # Not by way of the interpreter's end: NCCL does not come back from shutting down the dozens of groups that
+            # Megatron has left, and a thread of gloo that lets go of its last tensor then aborts the process.
+            sys.stdout.flush()
+            os._exit(0)
     finally:
         gc.collect()  # what is left of the models holds process groups
         dist.destroy_process_group()
-    if backend == "gloo" and port is not None:
-        # A thread of gloo that lets go of its last tensor while the interpreter ends aborts the process.
-        sys.stdout.flush()
-        os._exit(0)
 
 
 def is_main() -> bool:
