@@ -172,11 +172,14 @@ def _check_group(x: torch.Tensor, weights: list[torch.Tensor]) -> bool:
         group, own = weight.place_in_group  # type: ignore[attr-defined]
         common = group if position == 0 else common
         if group is not common or own != position:
-            whose = "those that are" if group is common else f"others than {describe_weight(weights[0])} that are"
+            if group is common:
+                what = f"it is weight {own} of those that are gathered together, and was given as weight {position}"
+            else:
+                leader = describe_weight(weights[0])
+                what = f"it was given as weight {position} with {leader}, which it is not gathered with"
             raise GTPValueError(
-                f"{describe_weight(weight)}: it is weight {own} of {whose} gathered together, and was given as weight "
-                f"{position}, in the place of another. Give all of one group in their order; to use them in another "
-                "one, move the rows of the input, or shard the weights one by one"
+                f"{describe_weight(weight)}: {what}. Give all weights of one group in their order (to use them in "
+                "another one, move the rows of the input); weights that were sharded one by one go to gtp.ops.linear"
             )
     return trainable[0]
 

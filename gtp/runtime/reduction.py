@@ -212,7 +212,7 @@ class Reducer:
                     f"{lent.member.name} was used in the place of {member.name}: weights that are gathered together "
                     f"are used once each and in their order ({', '.join(m.name for m in group.members)}), none of "
                     "another group among them, and so the forward computed with others' values. To use them in another "
-                    "order, move the rows of the input, or shard the weights one by one"
+                    "order, move the rows of the input, or shard them one by one and use each by itself"
                 )
 
     def _alike(self, group: WeightGroup, padded: list[_Wgrad]) -> list[_Wgrad]:

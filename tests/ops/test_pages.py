@@ -104,6 +104,56 @@ def test_memory_that_goes_where_nobody_may_wait_comes_back_later() -> None:
     assert before - torch.cuda.mem_get_info()[0] < size
 
 
+class _Retiring(CudaPages):
+    """As much of the real ones as the end of a mapping asks for."""
+
+    def __init__(self) -> None:
+        self._index, self._cuda = 0, mock.MagicMock()
+        self.calls: list[str] = []
+
+    def _call(self, name: str, *arguments: object) -> None:
+        self.calls.append(name)
+
+
+def test_what_cannot_be_unmapped_in_a_capture_is_when_the_collector_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture of this thread's is asked about; another thread's shows when the device is waited for."""
+    pages, unmapped = _Retiring(), ["cuMemUnmap", "cuMemAddressFree"]
+    captures, trouble = [True], ["operation not permitted when stream is capturing"]
+
+    def synchronize(device: int) -> None:
+        if trouble:
+            raise RuntimeError(trouble[0])
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    pages.retire(1 << 40, 4096, 4096)
+    captures[0] = False
+    gc.collect()
+    assert pages.calls == []
+    trouble.clear()
+    gc.collect()
+    assert pages.calls == unmapped
+    pages.retire(1 << 40, 4096, 4096)
+    assert pages.calls == 2 * unmapped
+
+
+def test_memory_of_a_device_that_has_failed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the collector does not come back to it for ever: a loop over `gc.collect()` ends."""
+    pages = _Retiring()
+
+    def fails(*_: object) -> bool:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    for name in ("is_current_stream_capturing", "synchronize"):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+            patch.setattr(torch.cuda, name, fails)
+            gc.collect()
+            pages.retire(1 << 40, 4096, 4096)
+            assert gc.collect() == 0
+    assert pages.calls == []
+
+
 def test_a_mapping_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = HostPages()
     blocks = [Block(pages, pages.page), Block(pages, pages.page)]

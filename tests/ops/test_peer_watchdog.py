@@ -8,7 +8,9 @@ import weakref
 from collections.abc import Callable
 
 import pytest
+import torch
 
+from gtp.ops.peer import watchdog as watchdog_module
 from gtp.ops.peer.watchdog import Watchdog, _watch
 
 
@@ -76,3 +78,42 @@ def test_the_thread_ends_with_its_transport() -> None:
     del waits
     thread.join(2.0)
     assert not thread.is_alive()
+
+
+def _of_a_lost_rank() -> Watchdog:
+    watchdog = object.__new__(Watchdog)
+    watchdog._device, watchdog._failure = torch.device("cuda", 0), "rank 1 was lost"
+    watchdog._stopped = threading.Event()
+    return watchdog
+
+
+def test_after_a_lost_rank_the_thread_answers_until_the_device_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is freed next, and that waits for the device: for what only this thread ends."""
+    watchdog, answered = _of_a_lost_rank(), []
+
+    def synchronize(device: torch.device) -> None:
+        time.sleep(0.1)
+        answered.append(not watchdog._stopped.is_set())
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    watchdog.stop()
+    assert answered == [True]
+    assert watchdog._stopped.is_set()
+
+
+@pytest.mark.parametrize("trouble", ["a collective that never ends", "a failed device", "the end of Python"])
+def test_after_a_lost_rank_nobody_is_held_up_for_ever(monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
+    watchdog, ended = _of_a_lost_rank(), threading.Event()
+
+    def fails(*_: object) -> None:
+        raise RuntimeError(trouble)
+
+    monkeypatch.setattr(watchdog_module, "_RUN_OUT", 0.1)
+    monkeypatch.setattr(torch.cuda, "synchronize", fails if trouble == "a failed device" else lambda _: ended.wait(30))
+    if trouble == "the end of Python":
+        monkeypatch.setattr(threading.Thread, "start", fails)
+    begin = time.monotonic()
+    watchdog.stop()
+    assert time.monotonic() - begin < 10
+    assert watchdog._stopped.is_set()
+    ended.set()

@@ -103,14 +103,16 @@ class _Exchange:
         at_a_time = max(_ON_THEIR_WAY // max(self._size - 1, 1), 1)
         for start in range(0, len(blocks), at_a_time):
             self._hand_over(blocks[start : start + at_a_time], to, of, theirs)
-        peers, problem = {}, None
+        arena, problem = None, None
         try:
+            assert own is not None  # else all ranks had been told
             peers = {peer: Mapping(self._pages, known) for peer, known in theirs.items()}
+            arena = PagedArena(blocks, own, peers, self._size)
         except Exception as error:  # noqa: BLE001 - told to all ranks, which would wait for ever
             problem = _what(error)
         self._all(problem)
-        assert own is not None  # else all ranks had been told
-        return PagedArena(blocks, own, peers, self._size)
+        assert arena is not None  # likewise
+        return arena
 
     def close(self) -> None:
         for each in self._open:

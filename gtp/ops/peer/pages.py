@@ -230,27 +230,28 @@ class CudaPages:
             raise
 
     def retire(self, address: int, mapped: int, nbytes: int) -> None:
-        if not self._idle():
-            # Finalizers run in any thread at any time. This one runs anew when the garbage collector finds this:
-            garbage = _Garbage()
-            garbage.itself = garbage
-            weakref.finalize(garbage, self.retire, address, mapped, nbytes).atexit = False
+        # A finalizer runs in any thread at any time: one that captures, or one that ends what the device waits for.
+        try:
+            if threading.current_thread().name == WATCHDOG_THREAD or torch.cuda.is_current_stream_capturing():
+                self._retire_later(address, mapped, nbytes)
+                return
+            with _relaxed(self._cuda):
+                torch.cuda.synchronize(self._index)
+        except RuntimeError as error:
+            if "captur" in str(error):  # another thread does
+                self._retire_later(address, mapped, nbytes)
+            else:
+                _log.debug("gtp: GPU %d has failed, and memory of it stays mapped: %s", self._index, error)
             return
         if mapped:
             self._call("cuMemUnmap", _u64(address), ctypes.c_size_t(mapped))
         self._call("cuMemAddressFree", _u64(address), ctypes.c_size_t(nbytes))
 
-    def _idle(self) -> bool:
-        """Waits for the device, if it may be waited for: not in a capture, nor by who ends what it waits for."""
-        if torch.cuda.is_current_stream_capturing() or threading.current_thread().name == WATCHDOG_THREAD:
-            return False
-        try:
-            with _relaxed(self._cuda):
-                torch.cuda.synchronize(self._index)
-        except RuntimeError as error:  # another thread captures, or the device has failed
-            _log.debug("gtp: GPU %d cannot be waited for: %s", self._index, error)
-            return False
-        return True
+    def _retire_later(self, address: int, mapped: int, nbytes: int) -> None:
+        """When the garbage collector finds what is made here."""
+        garbage = _Garbage()
+        garbage.itself = garbage
+        weakref.finalize(garbage, self.retire, address, mapped, nbytes).atexit = False
 
     def tensor(self, mapping: Mapping) -> torch.Tensor:
         with torch.inference_mode(False):

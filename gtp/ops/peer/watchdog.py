@@ -9,6 +9,7 @@ every later call raises.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import logging
@@ -115,14 +116,22 @@ class Watchdog:
 
         What waits there ends because the thread answers, and memory, which goes next, waits for the device.
         """
-        if self.failed and threading.current_thread() is not self._thread:
-            idle = threading.Thread(target=torch.cuda.synchronize, args=(self._device,), daemon=True)
-            idle.start()
-            idle.join(_RUN_OUT)
-        self._stopped.set()
+        try:
+            if self.failed and threading.current_thread().name != WATCHDOG_THREAD:
+                idle = threading.Thread(target=self._wait_for_device, daemon=True)
+                idle.start()
+                idle.join(_RUN_OUT)
+        except RuntimeError:
+            pass  # Python is ending and starts no threads; nothing is freed then, and nothing waits
+        finally:
+            self._stopped.set()
 
     def __del__(self) -> None:
         self._stopped.set()
+
+    def _wait_for_device(self) -> None:
+        with contextlib.suppress(RuntimeError):  # a device that has failed is as idle as it gets
+            torch.cuda.synchronize(self._device)
 
     def tick(self) -> None:
         """Progress, in the order of the current stream. Queued, so that a graph's replays count as well.
