@@ -44,6 +44,9 @@ class GTPConfig:
         transport: How bytes move. `"process_group"`: collectives of torch.distributed (NCCL, gloo).
             `"copy_engine"`: peer copies in symmetric memory, inside one NVLink domain. `"auto"` (default)
             takes the copy engine where it works; `runtime.stats()` and one log line say which it was and why.
+        map_shards: Whether the copy engine maps this rank's own shards into gathered weights (default True), or copies
+            them as it does where they cannot be mapped: slower, to tell whether a driver is at fault. Ignored by
+            `process_group`.
         reduce_sms: Upper bound on the streaming multiprocessors that the copy engine's gradient addition
             kernel may occupy. Default 44. Ignored by `process_group`.
         peer_timeout: Seconds that the copy engine may wait for another rank without any progress before `PeerError`
@@ -66,6 +69,7 @@ class GTPConfig:
     alignment: int = 1
     min_numel: int = 0
     transport: TransportName = "auto"
+    map_shards: bool = True
     reduce_sms: int = 44
     peer_timeout: float = 600.0
     debug: bool = False
@@ -98,8 +102,9 @@ class GTPConfig:
             if value is not None and value not in _FLOATS:
                 allowed = ", ".join(str(d) for d in _FLOATS)
                 raise GTPValueError(f"GTPConfig.{name} must be None or one of {allowed}, got {value!r}")
-        if not isinstance(self.debug, bool):
-            raise GTPValueError(f"GTPConfig.debug must be True or False, got {self.debug!r}")
+        for name in ("map_shards", "debug"):
+            if not isinstance(getattr(self, name), bool):
+                raise GTPValueError(f"GTPConfig.{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("debug_timeout", "peer_timeout"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:

@@ -58,6 +58,7 @@ class CopyEngineTransport(Transport):
 
     Args:
         device: This rank's GPU.
+        map_shards: Whether own shards are mapped into gathered weights, where they can be.
         reduce_sms: Upper bound on the SMs that an addition takes.
         peer_timeout: Seconds that a stream may wait for another rank before that rank is reported.
         driver, make_arena, adder, pages: What to run on, for tests: `CudaDriver`, `SymmetricArena`, `FusedAdd`,
@@ -71,6 +72,7 @@ class CopyEngineTransport(Transport):
         self,
         device: torch.device,
         *,
+        map_shards: bool = True,
         reduce_sms: int = 44,
         peer_timeout: float = 600.0,
         driver: Driver | None = None,
@@ -82,8 +84,8 @@ class CopyEngineTransport(Transport):
         self._peer_timeout = peer_timeout
         self._driver: Driver = CudaDriver(device) if driver is None else driver
         self._make_arena = make_arena or self._new_arena
-        self._pages = pages
-        if pages is None and device.type == "cuda":
+        self._pages = pages if map_shards else None
+        if map_shards and pages is None and device.type == "cuda":
             self._pages = CudaPages(device), make_paged_arena
         self._room: Room | None = None
         self._places: list[Place | None] = []

@@ -28,7 +28,9 @@ def choose_transport(
     if problem is None:
         from gtp.runtime.copy_engine import CopyEngineTransport
 
-        transport = CopyEngineTransport(device, reduce_sms=config.reduce_sms, peer_timeout=config.peer_timeout)
+        transport = CopyEngineTransport(
+            device, map_shards=config.map_shards, reduce_sms=config.reduce_sms, peer_timeout=config.peer_timeout
+        )
         reason = "asked for" if config.transport == "copy_engine" else "all ranks reach each other's memory"
         return transport, reason
     if config.transport == "copy_engine":

@@ -10,6 +10,7 @@ import torch
 
 from gtp.ops.peer import Block, Mapping
 from gtp.runtime.buffers import BufferPool, nbytes_of
+from gtp.runtime.copy_engine import CopyEngineTransport
 from gtp.runtime.group import WeightGroup
 from gtp.runtime.in_place import Place, Room, whole_pages
 from gtp.runtime.residency import Gatherer
@@ -266,3 +267,14 @@ def test_compute_copies_of_written_shards_are_current_before_peers_read_them() -
     gatherer.consume(first, Phase.FORWARD, inside=False)
     assert told[:3] == [0, 1, [0.0, 0.0]]
     gatherer.close_line()
+
+
+def test_mapping_can_be_turned_off() -> None:
+    machine = Machine(2)
+    me, _ = make_ranks(machine, [(0, 1)], [[(16, 64)]])
+    pages = (machine.pages, machine.paged_arena)
+    transport = CopyEngineTransport(
+        torch.device("cpu"), map_shards=False, driver=me.driver, make_arena=me.driver.make_arena, pages=pages
+    )
+    assert transport._pages is None
+    assert me.transport._pages == pages

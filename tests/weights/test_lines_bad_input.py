@@ -36,6 +36,7 @@ BAD_CONFIGS = [
     ({"keep_bytes": None}, r"keep_bytes must be an integer >= 0, got None"),
     ({"min_numel": True}, r"min_numel must be an integer >= 0, got True"),
     ({"reduce_sms": 0}, r"reduce_sms must be an integer >= 1, got 0"),
+    ({"map_shards": None}, r"map_shards must be True or False, got None"),
     ({"grad_reduce": "avg"}, r"grad_reduce must be one of 'mean', 'sum', got 'avg'"),
     ({"transport": "nccl"}, r"transport must be one of 'auto', 'process_group', 'copy_engine', got 'nccl'"),
     ({"param_dtype": torch.int8}, r"param_dtype must be None or one of torch\.float32, .*, got torch\.int8"),
