@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from gtp.ops.peer import (
     WORD,
+    Arena,
     ArenaFactory,
     Block,
     Driver,
@@ -158,14 +159,17 @@ class Domain:
 
     def address(self, member: Member, rank: int) -> int:
         """Where `rank` publishes its shard of a member, as mapped here."""
-        arena = self.pages if self.pages is not None and member in self.blocks else self.arena
-        return arena.pointers[rank] + self.offsets[member]
+        return self._arena_of(member).pointers[rank] + self.offsets[member]
 
     def shard_view(self, member: Member) -> torch.Tensor:
         """This rank's published shard `[shard_rows, *trailing]`, in the compute dtype."""
-        arena = self.pages if self.pages is not None and member in self.blocks else self.arena
         start = self.offsets[member]
-        return arena.local[start : start + _nbytes(member)].view(member.send.dtype).view(member.send.shape)
+        local = self._arena_of(member).local
+        return local[start : start + _nbytes(member)].view(member.send.dtype).view(member.send.shape)
+
+    def _arena_of(self, member: Member) -> Arena:
+        """Where its shards lie."""
+        return self.pages if self.pages is not None and member in self.blocks else self.arena
 
     def flags(self) -> torch.Tensor:
         """This rank's flag words, int32."""

@@ -33,7 +33,9 @@ class PagedArena:
         self.blocks = tuple(blocks)
         self.local = own.tensor()
         self._peers = peers
-        self.pointers = tuple(peers[rank].address if rank in peers else own.address for rank in range(size))
+        self.pointers: Sequence[int] = tuple(
+            peers[rank].address if rank in peers else own.address for rank in range(size)
+        )
 
 
 PagedArenaFactory = Callable[[Sequence[int], dist.ProcessGroup, Pages], tuple[PagedArena | None, str | None]]
