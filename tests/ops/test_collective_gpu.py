@@ -16,10 +16,11 @@ import torch.nn.functional as F
 
 import gtp
 from gtp.ops import GemmBackend, all_gather_linear, all_gather_linear_multi, gemm_backend, linear_reduce_scatter
-from gtp.ops.collective_backends import auto, copy_engine
+from gtp.ops.collective_backends import auto
 from gtp.testing.ranks import rank
 from tests.ops.collective_gpu import EVERY, FUSED, SLEEP, device_of_rank, large, make
 from tests.ops.collective_problem import Case, Gradients, reference
+from tests.ops.test_copy_engine_backend import sizes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 
@@ -53,7 +54,7 @@ def exact(name: str, world: int) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     backend = make(name)
     for split in (False, True):
-        with mock.patch.object(copy_engine, "_TILE", 1 if split else 1 << 40):
+        with sizes(split=split):
             for case in (
                 Case(ranks=world),
                 Case(ranks=world, sequence_dim=1, dtype=torch.bfloat16),
@@ -83,8 +84,15 @@ def test_exact_values_match_the_whole_layer(pools, name, world):
 
 
 def agree() -> None:
-    """Random bf16 at sizes that are cut: where nothing crosses ranks the backends agree bit for bit (cuBLAS adds along
-    K in one order at these shapes, however the rows are cut); sums over ranks agree to a few roundoffs."""
+    """Random bf16 at sizes that are cut, and then not: where nothing crosses ranks the backends agree bit for bit
+    (cuBLAS adds along K in one order at these shapes, however the rows are cut); sums over ranks agree to a few
+    roundoffs."""
+    with sizes(split=True):
+        _agree()
+    _agree()
+
+
+def _agree() -> None:
     m, k, n = 4096, 2048, 4096
     results = {}
     for name in EVERY:

@@ -23,6 +23,7 @@ from gtp.ops.collective_backends.copy_engine import CopyEngineBackend
 from gtp.testing.ranks import rank, subgroup
 from tests.modules.llama import Llama, batch
 from tests.ops.collective_gpu import EVERY, FUSED, SLEEP, device_of_rank, large, make
+from tests.ops.test_copy_engine_backend import sizes
 from tests.reference import full_grad
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
@@ -51,7 +52,8 @@ def block_and_input(name: str, fused: bool) -> tuple[torch.nn.Module, torch.Tens
 
 def graphed(name: str, fused: bool, cut: bool) -> None:
     """Forward and backward in a graph, replayed with new inputs, eager steps of other sizes between."""
-    with mock.patch.object(copy_engine, "_TILE", 1 if cut else 1 << 40):
+    # eager code that cuts no more than the graph does would not give its bits
+    with sizes(split=cut), mock.patch.object(copy_engine, "_EAGER_FLOP", 0.0):
         _graphed(name, fused)
 
 

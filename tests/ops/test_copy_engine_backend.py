@@ -6,6 +6,7 @@ signal, a deadlock, work that a capture leaves unjoined. `test_collective_gpu.py
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -58,12 +59,19 @@ class Ranks:
     def on(self, rank: int) -> Iterator[CopyEngineBackend]:
         """Inside, device work is this rank's."""
         driver = self.drivers[rank]
-        new_empty = torch.Tensor.new_empty
+        new_empty, spoil = torch.Tensor.new_empty, operations.spoil
 
-        def queued(real: Callable[..., Any]) -> Callable[..., None]:
-            def call(*args: Any, **kwargs: Any) -> None:
+        def queued(real: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
                 self.alive += [t for t in args if isinstance(t, torch.Tensor)]
-                driver.compute(lambda: real(*args, **kwargs), real.__name__)
+                out = args[0] if real is spoil else args[3] if len(args) > 3 else kwargs.get("out")
+                if out is not None:
+                    driver.compute(lambda: real(*args, **kwargs), real.__name__)
+                    return out
+                fresh = real(*args, **kwargs).fill_(float("nan"))  # for its shape: operands are not there yet
+                self.alive.append(fresh)
+                driver.compute(lambda: fresh.copy_(real(*args, **kwargs)), real.__name__)
+                return fresh
 
             return call
 
@@ -73,7 +81,7 @@ class Ranks:
             return fresh
 
         with ExitStack() as patches:
-            for name in ("multiply", "sum_of_products", "add_blocks", "spoil"):
+            for name in ("multiply", "sum_of_products", "add", "sum_of_blocks", "spoil"):
                 patches.enter_context(mock.patch.object(operations, name, queued(getattr(operations, name))))
             patches.enter_context(mock.patch.object(torch.Tensor, "new_empty", kept))
             yield self.backends[rank]
@@ -157,8 +165,11 @@ def _same(got: torch.Tensor, want: torch.Tensor) -> None:
 
 @contextmanager
 def sizes(*, split: bool) -> Iterator[None]:
-    """Whether operations count as large enough to be cut."""
-    with mock.patch.object(copy_engine, "_TILE", 1 if split else 1 << 40):
+    """Whether operations count as large enough to be cut, in eager code too."""
+    with (
+        mock.patch.object(copy_engine, "_TILE", 1 if split else 1 << 40),
+        mock.patch.object(copy_engine, "_EAGER_FLOP", 0.0 if split else math.inf),
+    ):
         yield
 
 
@@ -187,10 +198,11 @@ def test_any_order_of_events_gives_the_products(size, split, seed, ahead):
         ranks.finish(seed, ahead)
 
 
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
-def test_one_hardware_queue_per_rank_does_not_deadlock(size):
+def test_one_hardware_queue_per_rank_does_not_deadlock(size, split):
     """The other extreme: each rank runs strictly in the order of queueing."""
-    with sizes(split=True):
+    with sizes(split=split):
         ranks = Ranks(size, serial=True)
         program(ranks)
         program(ranks, 20)
@@ -226,12 +238,13 @@ def capture(ranks: Ranks, queue: Callable[[], None]) -> list[Graph]:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("serial", [False, True])
+@pytest.mark.parametrize("split", [False, True])
 @settings(max_examples=8)
 @given(seed=st.integers(0, 1 << 30), between=st.lists(st.booleans(), min_size=2, max_size=5))
-def test_graphs_and_eager_code_take_turns(size, serial, seed, between):
+def test_graphs_and_eager_code_take_turns(size, serial, split, seed, between):
     """A graph replayed several times, eager operations in between: no value is baked in that a replay would trip over,
     nothing captured is left unjoined. Checks of captured operations look at the last replay."""
-    with sizes(split=True):
+    with sizes(split=split):
         ranks = Ranks(size, serial=serial)
         program(ranks)  # warm-up
         ranks.finish(seed)
@@ -262,8 +275,24 @@ def test_graphs_and_eager_code_take_turns(size, serial, seed, between):
 
 
 @pytest.mark.parametrize("size", [2, 3])
+@settings(max_examples=8)
+@given(seed=st.integers(0, 1 << 30), replaying=st.integers(0, 2))
+def test_a_rank_in_parts_meets_ranks_in_one(size, seed, replaying):
+    """How an operation is queued is each rank's own affair: the moves are the same."""
+    with sizes(split=False):
+        ranks = Ranks(size, room=1 << 12)
+        driver = ranks.drivers[replaying % size]
+        driver.begin_capture()  # graphs are cut, eager code is not
+        for turn in range(3):
+            ranks.scatter(7 + turn, 3, 4, [2])
+        driver.replay(driver.end_capture(), seed)
+        ranks.finish(seed)
+
+
+@pytest.mark.parametrize("size", [2, 3])
 def test_the_stream_that_multiplies_waits_for_no_signal(size):
-    """A peer's signal takes a stream longer than an event does, and this stream's next GEMM would wait that long."""
+    """Of operations in parts. A peer's signal takes a stream longer than an event does, and this stream's next GEMM
+    would wait that long."""
     with sizes(split=True):
         ranks = Ranks(size)
         program(ranks)  # warm-up
@@ -337,7 +366,12 @@ def test_every_wait_for_a_peer_is_watched():
     # a wait of this rank alone: marked while it lasts, and not after it
     workspace.flags().fill_(0)
     slot = workspace.next_slot()
-    driver.submit(slot.arrived[2], driver.main)
+    ((batch, step),) = slot.posts[1]  # of three ranks, the first post waits for nothing
+    driver.submit(batch, driver.main)
+    assert step is None
+    machine.run(0)
+    (batch, _), (last, _) = slot.posts[2]
+    driver.submit(last, driver.main)
     with pytest.raises(Deadlock):
         machine.run(0)
     assert int(markers.sum()) == 1
@@ -377,8 +411,9 @@ def test_auto_takes_a_collective_for_small_reduce_scatters_in_eager_code_only():
 # --- the tests can fail
 
 
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("broken", ["await_ops", "release_ops", "reclaim_ops"])
-def test_a_protocol_with_one_step_left_out_is_caught(broken):
+def test_a_protocol_with_one_step_left_out_is_caught(broken, split):
     """Each step of the protocol, taken away, fails under some order of events, most of all with a rank far ahead.
 
     Replays of a graph with one operation use one slot again and again, and nothing else keeps ranks apart.
@@ -398,7 +433,7 @@ def test_a_protocol_with_one_step_left_out_is_caught(broken):
             return True
         return False
 
-    with sizes(split=True):
+    with sizes(split=split):
         assert not any(fails(seed) for seed in range(10))
         with mock.patch.object(Handshake, broken, return_value=[]):
             assert any(fails(seed) for seed in range(40))

@@ -16,9 +16,10 @@ from tests.ops.test_copy_engine_backend import CPU, Ranks, program, sizes
 from tests.runtime.simulated_streams import FakeGroup, Machine, SimulatedDriver
 
 
-def test_an_error_inside_leaves_the_protocol_whole():
+@pytest.mark.parametrize("split", [False, True])
+def test_an_error_inside_leaves_the_protocol_whole(split):
     """A user's error in every rank's block: the next operations are right."""
-    with sizes(split=True):
+    with sizes(split=split):
         ranks = Ranks(2)
         for rank in range(2):
             shard = torch.ones(2, 2)
@@ -29,13 +30,13 @@ def test_an_error_inside_leaves_the_protocol_whole():
         ranks.finish(0)
 
 
-def out_of_memory_after(calls: int, real: Callable[..., None]) -> Callable[..., None]:
+def out_of_memory_after(calls: int, real: Callable[..., object]) -> Callable[..., object]:
     left = iter(range(calls))
 
-    def call(*args: object, **kwargs: object) -> None:
+    def call(*args: object, **kwargs: object) -> object:
         if next(left, None) is None:
             raise torch.OutOfMemoryError("mine")
-        real(*args, **kwargs)
+        return real(*args, **kwargs)
 
     return call
 
@@ -56,11 +57,22 @@ def scatter_that_fails(ranks: Ranks, failing: Sequence[int], function: str, call
     return outs
 
 
-@pytest.mark.parametrize("function, calls", [("sum_of_products", 0), ("sum_of_products", 1), ("add_blocks", 0)])
+@pytest.mark.parametrize("function, calls", [("sum_of_products", 0), ("sum_of_products", 1), ("sum_of_blocks", 0)])
 @pytest.mark.parametrize("size", [2, 3])
 def test_an_error_in_a_reduce_scatter_leaves_the_protocol_whole(size, function, calls):
     """Out of memory in the middle of it, on every rank: the next operations are right."""
-    with sizes(split=True):
+    all_fail(size, function, calls, split=True)
+
+
+@pytest.mark.parametrize("size, function", [
+    (2, "sum_of_products"), (2, "add"), (3, "sum_of_products"), (3, "sum_of_blocks"),
+])  # fmt: skip
+def test_an_error_in_a_short_reduce_scatter_leaves_the_protocol_whole(size, function):
+    all_fail(size, function, 0, split=False)
+
+
+def all_fail(size: int, function: str, calls: int, *, split: bool) -> None:
+    with sizes(split=split):
         ranks = Ranks(size, room=1 << 12)  # for all: a workspace that grows has fresh flags
         scatter_that_fails(ranks, range(size), function, calls)
         program(ranks)
@@ -69,9 +81,10 @@ def test_an_error_in_a_reduce_scatter_leaves_the_protocol_whole(size, function, 
         ranks.finish(1, ahead=1)
 
 
-def test_ranks_whose_peer_fails_alone_in_a_reduce_scatter_get_no_plausible_numbers():
+@pytest.mark.parametrize("split", [False, True])
+def test_ranks_whose_peer_fails_alone_in_a_reduce_scatter_get_no_plausible_numbers(split):
     """They get not-a-numbers, and do not wait for ever; should all go on, the next operations are right."""
-    with sizes(split=True):
+    with sizes(split=split):
         ranks = Ranks(3, room=1 << 12)
         outs = scatter_that_fails(ranks, [1], "sum_of_products", 0)
         program(ranks)

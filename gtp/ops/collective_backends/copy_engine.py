@@ -9,6 +9,12 @@ that is for them is added. `Workspace` says how ranks know what is there and wha
 10%, so finer parts cost more than the addition that they could take into a GEMM. Parts on two streams in turn, to fill
 the SMs that a part leaves, take 2% to 5% longer than parts on one: two GEMMs at once fight for the cache.
 
+[Note: short products in eager code] The host takes about 0.12 ms to queue an operation in parts, and a product of
+8e10 floating-point operations takes an H200 as long. With a shorter one the GPU waits for the host, and what parts hide
+is less than what queueing them costs: a GEMM more per peer, views, events. So eager code multiplies all rows at once.
+It sends a short product's blocks on the current stream itself, where order costs no events. In a graph the host does
+not matter, and parts are faster. (cuBLAS adds along K in one order, however rows are cut, where it does not split K.)
+
 [Note: one operation, one fork and join] Other streams fork from the current stream when an operation begins, and it
 joins them when the operation ends. So whatever is queued on the current stream afterwards, an allocator's reuse of an
 operand or a replay of a captured graph included, is ordered after all of it. Nothing is in flight between operations
@@ -18,13 +24,13 @@ but consent to send again: this rank's to its peers, which no later work of this
 independent branches in any order, so a wait for a peer may hold back a copy that another peer waits for. Therefore all
 copies go on one stream, the lane, and so do the waits for what arrives: that of one step comes after this rank's own
 copy of the next, and that of the last step after all. A rank held at a step then waits for a rank held at an earlier
-step, and that chain ends. On the lane a wait also ends while the current stream still multiplies. On the current
-stream, whose GEMM comes next, its signals took 10 to 30 us in a graph.
+step, and that chain ends. So it does where all steps are one, on the current stream: who waits for blocks has posted
+its own, and who waits for consent waits for the end of an earlier operation. On the lane a wait also ends while the
+current stream still multiplies. On the current stream, whose GEMM comes next, its signals took 10 to 30 us in a graph.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -34,11 +40,16 @@ import torch.distributed as dist
 from gtp.errors import GTPStateError
 from gtp.ops.collective_backends.base import Gathering, GemmBackend
 from gtp.ops.collective_backends.collective import Gathered
-from gtp.ops.collective_backends.copy_engine_operations import CopyEngineGathering, CopyEngineScattering
+from gtp.ops.collective_backends.copy_engine_operations import (
+    CopyEngineGathering,
+    CopyEngineScattering,
+    scatter_in_one,
+)
 from gtp.ops.collective_backends.workspace import Slot, Workspace
 from gtp.ops.peer import Arena, ArenaFactory, CudaDriver, Driver, SymmetricArena, Watchdog
 
 _TILE = 64 * 64  # elements of a product, per SM, from which it is a GEMM of its own
+_EAGER_FLOP = 8e10  # of a rank's product, from which eager code cuts it: see [Note: short products in eager code]
 _ADVICE: Final = (
     "all ranks of a tensor-parallel group must run the same collective GEMMs in the same order. "
     "gtp.ops.gemm_backend(peer_timeout=...) sets the time"
@@ -89,8 +100,8 @@ class CopyEngineBackend(GemmBackend):
         new_stream, new_event = self.driver.new_stream, self.driver.new_event
         self.lane, self.side = new_stream(), new_stream()
         self.started, self.done, self.local = new_event(), new_event(), new_event()
-        # per step; a step is one block to the peer that many ranks above, and one from as many below
-        self.computed, self.arrived = ([new_event() for _ in range(1, self.size)] for _ in range(2))
+        # by step, see `Slot`
+        self.computed, self.arrived = ([new_event() for _ in range(self.size)] for _ in range(2))
         self._watchdog: Watchdog | None = None
         if device.type == "cuda":
             self._watchdog = Watchdog(device, peer_timeout, _ADVICE)
@@ -98,6 +109,8 @@ class CopyEngineBackend(GemmBackend):
         self._workspace: Workspace | None = None
         self._kept: list[Workspace] = []
         self._busy = False
+        # of the operation that is under way: the stream that it began on, and whether a CUDA graph captures it
+        self.stream, self.captured = 0, False
 
     def reserve(self, nbytes: int) -> None:
         """Makes room for operations whose gathered rows, or unreduced products, are up to `nbytes`. Collective.
@@ -127,16 +140,17 @@ class CopyEngineBackend(GemmBackend):
 
     def matmul_reduce_scatter(self, products: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         a, b = products[0]
-        self.agree("reduce-scatter", a.shape[0], b.shape[1], a)
-        out = a.new_empty(a.shape[0] // self.size, b.shape[1])
-        if not out.numel():
-            return out
-        slot = self.begin(out.nbytes * self.size)
+        rows, columns = a.shape[0], b.shape[1]
+        self.agree("reduce-scatter", rows, columns, a)
+        if not (rows and columns):
+            return a.new_empty(rows // self.size, columns)
+        slot = self.begin(rows * columns * a.itemsize)
         try:
-            CopyEngineScattering(self, slot, products, out).run()
+            if self.captured or 2.0 * rows * columns * sum([a.shape[1] for a, _ in products]) >= _EAGER_FLOP:
+                return CopyEngineScattering(self, slot, products).run()
+            return scatter_in_one(self, slot, products)
         finally:
             self.end()
-        return out
 
     def begin(self, nbytes: int) -> Slot:
         """The slot of an operation; `end` must follow.
@@ -150,10 +164,13 @@ class CopyEngineBackend(GemmBackend):
             raise GTPStateError(
                 "tp_gemm_backend='copy_engine': a collective GEMM was started inside another one over the same backend"
             )
-        self.reserve(nbytes)
         workspace = self._workspace
-        assert workspace is not None
-        if self.driver.capture():
+        if workspace is None or workspace.capacity < nbytes:
+            self.reserve(nbytes)
+            workspace = self._workspace
+            assert workspace is not None
+        self.stream, self.captured = self.driver.current_stream(), bool(self.driver.capture())
+        if self.captured:
             workspace.captured = True
         self._busy = True
         return workspace.next_slot()
@@ -161,40 +178,37 @@ class CopyEngineBackend(GemmBackend):
     def end(self) -> None:
         self._busy = False
 
-    def worth_cutting(self, *shape: int) -> bool:
-        """Whether a product of this shape has work for a good part of the SMs, so that it may stand alone."""
-        return math.prod(shape) >= self._sms * _TILE
+    def worth_cutting(self, rows: int, k: int, columns: int) -> bool:
+        """Whether the product of a rank's rows, `[rows, k]` by `[k, columns]`, is to be a GEMM of its own.
+
+        That it has work for a good part of the SMs, and see [Note: short products in eager code].
+        """
+        if rows * columns < self._sms * _TILE:
+            return False
+        return self.captured or 2.0 * self.size * rows * k * columns >= _EAGER_FLOP
 
     def fork(self, event: int, stream: int) -> None:
         """A stream goes on after what the current stream has so far."""
-        self.driver.record(event, self.driver.current_stream())
+        self.driver.record(event, self.stream)
         self.driver.wait_event(stream, event)
 
     def join(self, event: int, stream: int) -> None:
         """The current stream goes on after what a stream has so far."""
         self.driver.record(event, stream)
-        self.driver.wait_event(self.driver.current_stream(), event)
+        self.driver.wait_event(self.stream, event)
 
-    def send(self, slot: Slot, step: int, block: torch.Tensor) -> None:
-        """Queues this rank's contiguous block to the peer of a step; the lane has forked already. Steps in order.
+    def send(self, slot: Slot, step: int, block: int, nbytes: int) -> None:
+        """Queues this rank's block at an address to the peer of a step; the lane has forked already. Steps in order.
 
         See [Note: no deadlock between branches] for where the lane waits.
         """
         driver, lane = self.driver, self.lane
-        peer = (self.rank + step) % self.size
-        nbytes = block.nbytes
-        driver.submit(slot.reclaim[peer], lane)
-        driver.copy(slot.pointers[peer] + self.rank * nbytes, block.data_ptr(), nbytes, lane)
-        driver.submit(slot.post[peer], lane)
-        if step > 1:
-            self._await(slot, step - 1)
-        if step == self.size - 1:
-            self._await(slot, step)
-
-    def _await(self, slot: Slot, step: int) -> None:
-        driver, lane = self.driver, self.lane
-        driver.submit(slot.arrived[(self.rank - step) % self.size], lane)
-        driver.record(self.arrived[step - 1], lane)
+        driver.submit(slot.reclaim[step], lane)
+        driver.copy(slot.pointers[(self.rank + step) % self.size] + self.rank * nbytes, block, nbytes, lane)
+        for batch, arrived in slot.posts[step]:
+            driver.submit(batch, lane)
+            if arrived is not None:
+                driver.record(self.arrived[arrived], lane)
 
     def receive(self, step: int) -> int:
         """Holds the current stream until the block from the peer of a step is there, and joins the lane.
@@ -202,18 +216,29 @@ class CopyEngineBackend(GemmBackend):
         Returns:
             The peer.
         """
-        driver = self.driver
-        driver.wait_event(driver.current_stream(), self.arrived[step - 1])
+        self.driver.wait_event(self.stream, self.arrived[step])
         return (self.rank - step) % self.size
 
-    def release(self, slot: Slot) -> None:
-        """The slot is free for the peers, in the order of the current stream."""
+    def exchange(self, slot: Slot, blocks: int, stride: int, nbytes: int) -> None:
+        """On the current stream, sends each peer its block, at an address and a stride per rank, and waits for its."""
+        driver, stream, mine = self.driver, self.stream, self.rank * nbytes
+        driver.submit(slot.reclaim_all, stream)
+        for step in range(1, self.size):
+            peer = (self.rank + step) % self.size
+            driver.copy(slot.pointers[peer] + mine, blocks + peer * stride, nbytes, stream)
+        driver.submit(slot.exchange, stream)
+
+    def release(self, slot: Slot, *, aside: bool) -> None:
+        """The slot is free for the peers, in the order of the current stream.
+
+        `aside`: what comes next on the current stream need not wait for that; a capture has to join it anyhow.
+        """
         driver = self.driver
-        if driver.capture():
-            driver.submit(slot.release, driver.current_stream())  # a capture joins everything
-        else:
+        if aside and not self.captured:
             self.fork(self.done, self.side)
             driver.submit(slot.release, self.side)
+        else:
+            driver.submit(slot.release, self.stream)
 
     def __del__(self) -> None:
         watchdog = getattr(self, "_watchdog", None)

@@ -1,4 +1,4 @@
-"""The two operations of `CopyEngineBackend`: one all-gather under its GEMMs, one reduce-scatter under its own.
+"""The operations of `CopyEngineBackend`: an all-gather under its GEMMs, a reduce-scatter under its own or after one.
 
 They queue; the backend knows the streams, events and signals. Its notes say why things come in the order they do.
 """
@@ -13,14 +13,14 @@ import torch
 from gtp.errors import GTPStateError
 from gtp.ops.collective_backends.base import Factor, Gathering
 from gtp.ops.collective_backends.collective import multiply, sum_of_products
-from gtp.ops.collective_backends.workspace import Slot
+from gtp.ops.collective_backends.workspace import Blocks, Slot
 
 if TYPE_CHECKING:
     from gtp.ops.collective_backends.copy_engine import CopyEngineBackend
 
 
 class CopyEngineGathering(Gathering):
-    """One all-gather. Peers' rows lie in the slot; this rank's own are multiplied where they are."""
+    """One all-gather. Peers' rows lie in the slot; this rank's own are multiplied where they are, or copied beside."""
 
     def __init__(self, backend: CopyEngineBackend, rows: torch.Tensor, whole: bool, columns: bool) -> None:
         self._backend = backend
@@ -29,15 +29,23 @@ class CopyEngineGathering(Gathering):
         self._transposed = not rows.is_contiguous()
         self._whole = whole
         self._with_columns = columns
-        self._steps = list(range(1, backend.size))
-        self._locally = False  # whether there are copies on the stream of local ones
+        self._columns: torch.Tensor | None = None
+        self._full: torch.Tensor | None = None  # once it is complete in the order of the current stream
+        self._next = 1  # the step whose rows come next
+        self._large = self._cut = False
+        self._own_rows_aside = False  # whether their copy is on the stream of local ones
+        self._locally = False  # whether there are copies on the stream of local ones that nobody has waited for
 
     def __enter__(self) -> CopyEngineGathering:
-        self._slot = self._backend.begin(self._rows.nbytes * self._backend.size)
+        backend, rows = self._backend, self._rows
+        nbytes = rows.nbytes
+        self._slot = backend.begin(nbytes * backend.size)
         try:
-            self._start()
+            backend.fork(backend.started, backend.lane)
+            for step in range(1, backend.size):
+                backend.send(self._slot, step, rows.data_ptr(), nbytes)
         except BaseException:
-            self._backend.end()
+            backend.end()
             raise
         return self
 
@@ -49,46 +57,32 @@ class CopyEngineGathering(Gathering):
         finally:
             self._backend.end()
 
-    def _start(self) -> None:
-        backend, rows = self._backend, self._rows
-        memory = rows.t() if self._transposed else rows
-        blocks = self._slot.blocks((backend.size, *memory.shape), rows.dtype)
-        self._blocks = blocks.transpose(1, 2) if self._transposed else blocks
-        if self._with_columns:
-            self._columns = rows.new_empty(rows.shape[0] * backend.size, rows.shape[1] // backend.size)
-        backend.fork(backend.started, backend.lane)
-        for step in self._steps:
-            backend.send(self._slot, step, memory)
-        if self._whole or self._with_columns:
-            backend.driver.wait_event(backend.side, backend.started)
-            self._locally = True
-        if self._whole:
-            self._copy_own_rows()
-        if self._with_columns:
-            self._copy_columns(backend.rank, rows.data_ptr())
-
     def matmul(self, factors: Sequence[Factor]) -> list[torch.Tensor]:
         backend, rows = self._backend, self._rows
-        count = rows.shape[0]
+        count, k = rows.shape
+        width = sum([factor.matrix.shape[1] for factor in factors])
+        self._large = backend.worth_cutting(count, k, width)
+        self._cut = self._transposed or (self._large and self._full is None)
+        if not self._cut:
+            full = self._gathered()
+            if self._with_columns and self._columns is None:
+                self._copy_all_columns()
+            return [multiply(full, factor.matrix, factor.bias, factor.out) for factor in factors]
         outs = [
             rows.new_empty(count * backend.size, factor.matrix.shape[1]) if factor.out is None else factor.out
             for factor in factors
         ]
-        width = sum(factor.matrix.shape[1] for factor in factors)
-        if not self._transposed and not backend.worth_cutting(count, width):
-            full = self._gathered()
-            for factor, out in zip(factors, outs, strict=True):
-                multiply(full, factor.matrix, factor.bias, out)
-            return outs
 
         def block(rank: int, source: torch.Tensor) -> None:
             for factor, out in zip(factors, outs, strict=True):
                 multiply(source, factor.matrix, factor.bias, out.narrow(0, rank * count, count))
 
+        self._begin_local_copies()
         block(backend.rank, rows)
-        while self._steps:
+        blocks = self._blocks().each
+        while self._next < backend.size:
             peer = self._receive()
-            block(peer, self._blocks[peer])
+            block(peer, blocks[peer])
         return outs
 
     def full(self) -> torch.Tensor:
@@ -99,47 +93,84 @@ class CopyEngineGathering(Gathering):
     def columns(self) -> torch.Tensor:
         if not self._with_columns:
             raise GTPStateError("columns were asked for, and the gathering was not started with columns=True")
+        if self._columns is None:
+            self._gathered()
+            self._copy_all_columns()
+        assert self._columns is not None
         return self._columns
 
     def finish(self) -> None:
         """The slot is free for the peers; operands and copy streams are free for whatever comes next."""
         self._receive_all()
         self._join_local_copies()
-        self._backend.release(self._slot)
+        self._backend.release(self._slot, aside=self._large)
+
+    def _blocks(self) -> Blocks:
+        count, k = self._rows.shape
+        return self._slot.blocks(count, k, self._rows.dtype, transposed=self._transposed)
 
     def _gathered(self) -> torch.Tensor:
-        self._receive_all()
-        if not self._whole:
-            self._backend.fork(self._backend.started, self._backend.side)
-            self._copy_own_rows()
-            self._whole = True
-        self._join_local_copies()
-        return self._blocks.flatten(0, 1)
+        if self._full is None:
+            if not self._own_rows_aside:
+                # the current stream would only wait here
+                self._copy_own_rows(self._backend.stream)
+            self._receive_all()
+            self._join_local_copies()
+            self._full = self._blocks().joined
+        return self._full
+
+    def _begin_local_copies(self) -> None:
+        """What is wanted of this rank's own rows, beside the GEMM of those."""
+        backend = self._backend
+        if self._whole or self._with_columns:
+            backend.driver.wait_event(backend.side, backend.started)
+            self._locally = True
+        if self._whole and self._full is None:
+            self._copy_own_rows(backend.side)
+            self._own_rows_aside = True
+        if self._with_columns:
+            self._copy_columns(backend.rank, self._rows.data_ptr(), 1)
 
     def _receive_all(self) -> None:
-        while self._steps:
-            self._receive()
+        size = self._backend.size
+        if self._with_columns and self._cut:
+            while self._next < size:
+                self._receive()
+        elif self._next < size:
+            self._backend.receive(size - 1)  # the lane is in order: all others have come then
+            self._next = size
 
     def _receive(self) -> int:
         """The next peer, whose rows are there in the order of the current stream."""
-        backend, step = self._backend, self._steps.pop(0)
+        backend, step = self._backend, self._next
+        self._next += 1
         peer = backend.receive(step)
         if self._with_columns:
-            backend.driver.wait_event(backend.side, backend.arrived[step - 1])
-            self._copy_columns(peer, self._blocks[peer].data_ptr())
+            backend.driver.wait_event(backend.side, backend.arrived[step])
+            self._copy_columns(peer, self._slot.pointers[backend.rank] + peer * self._rows.nbytes, 1)
         return peer
 
-    def _copy_own_rows(self) -> None:
-        backend, own = self._backend, self._blocks[self._backend.rank]
-        backend.driver.copy(own.data_ptr(), self._rows.data_ptr(), self._rows.nbytes, backend.side)
-        self._locally = True
+    def _copy_own_rows(self, stream: int) -> None:
+        rows, rank = self._rows, self._backend.rank
+        nbytes = rows.nbytes
+        self._backend.driver.copy(self._slot.pointers[rank] + rank * nbytes, rows.data_ptr(), nbytes, stream)
 
-    def _copy_columns(self, rank: int, source: int) -> None:
-        """A rank's rows, this rank's columns of them. No kernel: those of torch are slow at it and take SMs."""
+    def _copy_all_columns(self) -> None:
+        """Of the rows that are together, beside what comes next on the current stream."""
+        backend = self._backend
+        backend.fork(backend.started, backend.side)
+        self._locally = True
+        self._copy_columns(0, self._slot.pointers[backend.rank], backend.size)
+
+    def _copy_columns(self, first: int, source: int, ranks: int) -> None:
+        """This rank's columns of some ranks' rows. No kernel: those of torch are slow at it and take SMs."""
         backend, (rows, k) = self._backend, self._rows.shape
-        width, pitch = self._columns[0].nbytes, k * self._rows.element_size()
-        target = self._columns.data_ptr() + rank * rows * width
-        backend.driver.copy_rows(target, width, source + backend.rank * width, pitch, width, rows, backend.side)
+        if self._columns is None:
+            self._columns = self._rows.new_empty(rows * backend.size, k // backend.size)
+        pitch = k * self._rows.itemsize
+        width = pitch // backend.size
+        target = self._columns.data_ptr() + first * rows * width
+        backend.driver.copy_rows(target, width, source + backend.rank * width, pitch, width, rows * ranks, backend.side)
 
     def _join_local_copies(self) -> None:
         if self._locally:
@@ -148,37 +179,32 @@ class CopyEngineGathering(Gathering):
 
 
 class CopyEngineScattering:
-    """One reduce-scatter. Peers' products for this rank's rows arrive in the slot."""
+    """One reduce-scatter in parts, each sent while the next is computed. Peers' products for this rank's rows arrive
+    in the slot."""
 
     def __init__(
-        self,
-        backend: CopyEngineBackend,
-        slot: Slot,
-        products: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        out: torch.Tensor,
+        self, backend: CopyEngineBackend, slot: Slot, products: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
         self._backend = backend
         self._slot = slot
         self._products = products
-        self._out = out
-        self._blocks = slot.blocks((backend.size, *out.shape), out.dtype)
-        self._unsent = list(range(1, backend.size))
-        self._missing = list(range(1, backend.size))
+        a, b = products[0]
+        self._count = a.shape[0] // backend.size
+        self._blocks = slot.blocks(self._count, b.shape[1], a.dtype)
+        self._next = 1  # the step that was not sent yet
+        self._missing = True
 
-    def run(self) -> None:
-        """Computes, sends, receives and adds; `out` is complete in the order of the current stream."""
-        backend, blocks, out = self._backend, self._blocks, self._out
+    def run(self) -> torch.Tensor:
+        """Computes, sends, receives and adds; the result is complete in the order of the current stream."""
+        backend, blocks = self._backend, self._blocks
+        sent = []  # kept until the copies have joined: nothing else may get this memory before
         try:
-            # kept until the copies have joined: nothing else may get this memory before
-            sent = out.new_empty(backend.size - 1, *out.shape)
-            while self._unsent:
-                step = self._unsent[0]
-                product = sent[step - 1]
-                self._multiply((backend.rank + step) % backend.size, product)
-                self._send(product)
-            self._multiply(backend.rank, blocks[backend.rank])
+            while self._next < backend.size:
+                sent.append(sum_of_products(self._operands((backend.rank + self._next) % backend.size)))
+                self._send(sent[-1])
+            sum_of_products(self._operands(backend.rank), out=blocks.each[backend.rank])
             self._receive_all()
-            add_blocks(blocks, out)
+            return sum_of_blocks(blocks)
         finally:
             self._finish()
 
@@ -188,27 +214,59 @@ class CopyEngineScattering:
         Also after an error, which most likely is one on every rank. Peers still get what they wait for: of a rank that
         failed alone not-a-numbers, which nobody takes for a result.
         """
-        if self._unsent:
-            spare = self._blocks[self._backend.rank]
+        if self._next < self._backend.size:
+            spare = self._blocks.each[self._backend.rank]
             spoil(spare)
-            while self._unsent:
+            while self._next < self._backend.size:
                 self._send(spare)
         self._receive_all()
-        self._backend.release(self._slot)
+        self._backend.release(self._slot, aside=True)
 
     def _send(self, block: torch.Tensor) -> None:
-        backend, step = self._backend, self._unsent.pop(0)
-        backend.fork(backend.computed[step - 1], backend.lane)
-        backend.send(self._slot, step, block)
+        backend, step = self._backend, self._next
+        self._next += 1
+        backend.fork(backend.computed[step], backend.lane)
+        backend.send(self._slot, step, block.data_ptr(), block.nbytes)
 
     def _receive_all(self) -> None:
-        while self._missing:
-            self._backend.receive(self._missing.pop(0))
+        if self._missing:
+            self._missing = False
+            self._backend.receive(self._backend.size - 1)  # the lane is in order: all others have come then
 
-    def _multiply(self, rank: int, into: torch.Tensor) -> None:
-        """The product of a rank's rows."""
-        count = self._out.shape[0]
-        sum_of_products([(a.narrow(0, rank * count, count), b) for a, b in self._products], out=into)
+    def _operands(self, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What gives the product of a rank's rows."""
+        count = self._count
+        return [(a.narrow(0, rank * count, count), b) for a, b in self._products]
+
+
+def scatter_in_one(
+    backend: CopyEngineBackend, slot: Slot, products: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> torch.Tensor:
+    """One reduce-scatter in the order of the current stream: the product of all rows, then its blocks.
+
+    After an error, peers still get what they wait for. See `CopyEngineScattering`.
+    """
+    rank, size = backend.rank, backend.size
+    a, b = products[0]
+    count = a.shape[0] // size
+    blocks = slot.blocks(count, b.shape[1], a.dtype)
+    nbytes = count * b.shape[1] * a.itemsize
+    sent = False
+    try:
+        product = sum_of_products(products)
+        sent = True
+        backend.exchange(slot, product.data_ptr(), nbytes, nbytes)
+        if size == 2:
+            return add(product.narrow(0, rank * count, count), blocks.each[1 - rank])
+        own = rank * nbytes
+        backend.driver.copy(slot.pointers[rank] + own, product.data_ptr() + own, nbytes, backend.stream)
+        return sum_of_blocks(blocks)
+    finally:
+        if not sent:
+            spare = blocks.each[rank]
+            spoil(spare)
+            backend.exchange(slot, spare.data_ptr(), 0, nbytes)
+        backend.release(slot, aside=False)
 
 
 def spoil(block: torch.Tensor) -> None:
@@ -216,9 +274,12 @@ def spoil(block: torch.Tensor) -> None:
     block.fill_(float("nan"))
 
 
-def add_blocks(blocks: torch.Tensor, out: torch.Tensor) -> None:
-    """`out = sum of blocks`, in fp32 for narrower dtypes, rounded once."""
-    if blocks.shape[0] == 2:
-        torch.add(blocks[0], blocks[1], out=out)
-    else:
-        torch.sum(blocks, dim=0, out=out)
+def add(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Their sum, in fp32 for narrower dtypes, rounded once."""
+    return torch.add(one, other)
+
+
+def sum_of_blocks(blocks: Blocks) -> torch.Tensor:
+    """Likewise, of all ranks' blocks."""
+    each = blocks.each
+    return torch.add(each[0], each[1]) if len(each) == 2 else torch.sum(blocks.stacked, dim=0)

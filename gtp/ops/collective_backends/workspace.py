@@ -9,6 +9,7 @@ replays need no counters.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -23,36 +24,66 @@ _MOST_VIEWS = 256
 _ABSENT: Final = {"full": "to send its part of a collective GEMM", "empty": "to take what was sent to it for one"}
 
 
+class Blocks:
+    """The blocks of all ranks in a slot, as tensors. Made once per size: each costs the host as much as a driver call.
+
+    Attributes:
+        stacked: `[ranks, rows, columns]`.
+        each: Per rank, `[rows, columns]`.
+    """
+
+    def __init__(self, stacked: torch.Tensor) -> None:
+        self.stacked = stacked
+        self.each = tuple(stacked[rank] for rank in range(stacked.shape[0]))
+
+    @functools.cached_property
+    def joined(self) -> torch.Tensor:
+        """`[ranks * rows, columns]`. Not of transposes."""
+        return self.stacked.view(-1, self.stacked.shape[-1])
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
     """One of the two halves of the workspace.
 
+    A step is one block to the peer that many ranks above, and one from as many below.
+
     Attributes:
         local: This rank's memory, uint8 `[capacity]`.
         pointers: Per rank, the address of this slot in its memory as mapped here.
-        reclaim: Per peer, a batch that waits until the peer has released this rank's block over there.
-        post: Per peer, a batch that tells the peer that its block from this rank is there.
-        arrived: Per peer, a batch that waits for its block.
+        reclaim: By step, a batch that waits until the peer has released this rank's block over there. None for step 0.
+        posts: By step, the batches to be submitted when the block is over there, and what they wait for last: the step
+            whose block has come then, or None. The first one tells the peer. For the order of waits see
+            [Note: no deadlock between branches]; a post and a wait that follows it are one batch.
+        reclaim_all: A batch with the waits of all of `reclaim`.
+        exchange: A batch that tells all peers that their blocks are there, and then waits for theirs.
         release: A batch that tells all peers that their blocks were read.
     """
 
     local: torch.Tensor
     pointers: tuple[int, ...]
-    reclaim: dict[int, Any]
-    post: dict[int, Any]
-    arrived: dict[int, Any]
+    reclaim: tuple[Any, ...]
+    posts: tuple[tuple[tuple[Any, int | None], ...], ...]
+    reclaim_all: Any
+    exchange: Any
     release: Any
-    _views: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = dataclasses.field(default_factory=dict)
+    _views: dict[tuple[int, int, torch.dtype, bool], Blocks] = dataclasses.field(default_factory=dict)
 
-    def blocks(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The blocks of all ranks as one tensor `[ranks, *block]`."""
-        view = self._views.get((shape, dtype))
-        if view is None:
+    def blocks(self, rows: int, columns: int, dtype: torch.dtype, *, transposed: bool = False) -> Blocks:
+        """All ranks' blocks `[rows, columns]`; `transposed`: each lies there as `[columns, rows]`."""
+        key = (rows, columns, dtype, transposed)
+        found = self._views.get(key)
+        if found is None:
             if len(self._views) == _MOST_VIEWS:
                 self._views.clear()  # sizes that never come back
-            nbytes = torch.Size(shape).numel() * dtype.itemsize
-            view = self._views[shape, dtype] = self.local[:nbytes].view(dtype).view(shape)
-        return view
+            ranks = len(self.pointers)
+            memory = self.local[: ranks * rows * columns * dtype.itemsize].view(dtype)
+            if transposed:
+                stacked = memory.view(ranks, columns, rows).transpose(1, 2)
+            else:
+                stacked = memory.view(ranks, rows, columns)
+            found = self._views[key] = Blocks(stacked)
+        return found
 
 
 class Workspace:
@@ -114,8 +145,21 @@ class Workspace:
         return Slot(
             local=self.arena.local[offset : offset + self.capacity],
             pointers=tuple(p + offset for p in self.arena.pointers),
-            reclaim={p: driver.batch(hands.reclaim_ops([p])) for p in hands.peers},
-            post={p: driver.batch(hands.post_ops([p])) for p in hands.peers},
-            arrived={p: driver.batch(hands.await_ops([p])) for p in hands.peers},
-            release=driver.batch(hands.release_ops(hands.peers)),
+            reclaim=(None, *(driver.batch(hands.reclaim_ops([p])) for p in hands.peers)),
+            posts=((), *(self._posts(driver, hands, step) for step in range(1, self.size))),
+            reclaim_all=hands.reclaim,
+            exchange=driver.batch(hands.post_ops(hands.peers) + hands.await_ops(hands.peers)),
+            release=hands.release,
         )
+
+    def _posts(self, driver: Driver, hands: Handshake, step: int) -> tuple[tuple[Any, int | None], ...]:
+        """See `Slot.posts`."""
+        post = hands.post_ops([(self.rank + step) % self.size])
+        waits = [step - 1] if step > 1 else []
+        if step == self.size - 1:
+            waits.append(step)
+        if not waits:
+            return ((driver.batch(post), None),)
+        batches = [hands.await_ops([(self.rank - waited) % self.size]) for waited in waits]
+        batches[0] = post + batches[0]
+        return tuple((driver.batch(ops), waited) for ops, waited in zip(batches, waits, strict=True))
