@@ -11,10 +11,10 @@ import torch
 
 from gtp.testing.rank_processes import RankTemplates
 from gtp.testing.ranks import RankPools
-from tests import processes
+from tests import processes, second_process
 
 # a property's time says how busy the machine is, not whether it holds
-hypothesis.settings.register_profile("gtp", deadline=None)
+hypothesis.settings.register_profile("gtp", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("gtp")
 # references computed here must round as ranks do, and how a GEMM is cut over threads changes how it rounds
 torch.set_num_threads(1)
@@ -48,6 +48,11 @@ def pytest_collection_finish() -> None:
     most of a second, and tests that count what lives ask for several each."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    # what a GPU's libraries did before a fork does not work after it
+    return None if torch.cuda.is_available() else second_process.run(session)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
