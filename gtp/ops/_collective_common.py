@@ -18,6 +18,7 @@ from gtp.ops._common import (
     plain_access,
     refuse_distributed,
     refused_transform,
+    write_wgrad,
 )
 from gtp.ops.collective_backends import GemmBackend
 from gtp.ops.versions import ShardVersions
@@ -52,7 +53,8 @@ def check_operands(
         )
     if torch._C._are_functorch_transforms_active():
         raise refused_transform(f"{who} was called inside a transform of torch.func (grad, vmap, ...)")
-    refuse_distributed(who, x=x, bias=bias)
+    if is_distributed_weight(x) or (bias is not None and is_distributed_weight(bias)):
+        refuse_distributed(who, x=x, bias=bias)
     if x.ndim == 0:
         raise GTPValueError(f"{who}: x must have at least a sequence and a feature dim, got a scalar")
     with plain_access():
@@ -83,21 +85,26 @@ def check_dtypes(
         GTPValueError: a plain weight or a bias has another dtype than x, or is on another device. (torch's products of
             a CPU tensor with one on the meta device are garbage.)
     """
-    for weight in weights:
-        if not is_managed(weight):
-            check_dtype(weight, weight, x)
-    for what, tensors in (("weight", weights), ("bias", biases)):
-        for tensor in tensors:
-            if tensor is None:
+    device, dtype = x.device, x.dtype
+    with plain_access():
+        for weight in weights:
+            if weight.dtype is not dtype and not is_managed(weight):
+                check_dtype(weight, weight, x)
+            if weight.device != device:
+                raise _elsewhere(who, "weight", weight, x)
+        for bias in biases:
+            if bias is None:
                 continue
-            with plain_access():
-                device, dtype = tensor.device, tensor.dtype
-            if device != x.device:
-                raise GTPValueError(f"{who}: the {what} is on {device} and x on {x.device}. Move one to the other")
-            if what == "bias" and dtype is not x.dtype:
+            if bias.device != device:
+                raise _elsewhere(who, "bias", bias, x)
+            if bias.dtype is not dtype:
                 raise GTPValueError(
-                    f"{who}: the bias is {dtype} and x is {x.dtype}. Convert the bias, or run under torch.autocast"
+                    f"{who}: the bias is {bias.dtype} and x is {dtype}. Convert the bias, or run under torch.autocast"
                 )
+
+
+def _elsewhere(who: str, what: str, tensor: torch.Tensor, x: torch.Tensor) -> GTPValueError:
+    return GTPValueError(f"{who}: the {what} is on {tensor.device} and x on {x.device}. Move one to the other")
 
 
 def autocast_operands(
@@ -124,21 +131,21 @@ def forward_matrix(weight: torch.Tensor, x: torch.Tensor, dtype: torch.dtype | N
         GTPValueError: weight and x differ in dtype.
     """
     (full,) = materialize_weight_for_forward([weight])
-    matrix = autocast_to(_matrix(full), dtype)
-    check_dtype(weight, matrix, x)
+    matrix = full.flatten(0, -2) if full.ndim > 2 else full
+    if dtype is not None:
+        matrix = autocast_to(matrix, dtype)
+    if matrix.dtype is not x.dtype:
+        check_dtype(weight, matrix, x)
     return matrix
 
 
 def backward_matrix(weight: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     """The full weight `[N, K]` for the dgrad GEMM, in the dtype of `dy [M, N]`."""
     (full,) = materialize_weight_for_backward([weight])
-    matrix = _matrix(full)
-    check_rows([weight], [matrix], dy.shape[1], "materialize_group_for_backward")
-    return autocast_to(matrix, dy.dtype)
-
-
-def _matrix(full: torch.Tensor) -> torch.Tensor:
-    return full.flatten(0, -2) if full.ndim > 2 else full
+    matrix = full.flatten(0, -2) if full.ndim > 2 else full
+    if matrix.shape[0] != dy.shape[1]:
+        check_rows([weight], [matrix], dy.shape[1], "materialize_group_for_backward")
+    return matrix if matrix.dtype is dy.dtype else autocast_to(matrix, dy.dtype)
 
 
 class KeptWeights:
@@ -149,21 +156,22 @@ class KeptWeights:
     """
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
-        self.for_saving = [None if is_managed(w) else w for w in weights]
-        self._managed = [w if is_managed(w) else None for w in weights]
-        self._versions = ShardVersions([w for w in self._managed if w is not None])
+        self._kept = [w if is_managed(w) else None for w in weights]
+        self.for_saving = [w if kept is None else None for w, kept in zip(weights, self._kept, strict=True)]
+        self._managed = [w for w in self._kept if w is not None]
+        self._versions = ShardVersions(self._managed) if self._managed else None
 
-    def back(self, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    def back(self, saved: Sequence[Any]) -> list[torch.Tensor]:
         """The weights, given what came back for `for_saving`."""
-        both = zip(self._managed, saved, strict=True)
-        return [w for w in (managed if managed is not None else plain for managed, plain in both) if w is not None]
+        return [plain if kept is None else kept for kept, plain in zip(self._kept, saved, strict=True)]
 
     def check_unchanged(self) -> None:
         """
         Raises:
             GTPStateError: a managed weight was written since forward, and dgrad would use the new values.
         """
-        self._versions.check([w for w in self._managed if w is not None])
+        if self._versions is not None:
+            self._versions.check(self._managed)
 
 
 class WgradTarget:
@@ -189,7 +197,7 @@ class WgradTarget:
         else:
             self._buffer = buffers[0]
             check_rows([weight], [self._buffer], rows // shape[1:-1].numel(), "grad_buffer")
-        self.matrix = self._buffer.view(rows, shape[-1])
+        self.matrix = self._buffer if len(shape) == 2 else self._buffer.view(rows, shape[-1])
         if rounded and self.matrix.dtype != operand.dtype:
             self.matrix = torch.empty_like(self.matrix, dtype=operand.dtype)
 
@@ -198,3 +206,24 @@ class WgradTarget:
         if self.matrix.dtype != self._buffer.dtype:
             self._buffer.copy_(self.matrix.view(self._buffer.shape))
         return finish_wgrads([self._weight], [self._buffer])[0]
+
+
+def written_wgrad(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, *, rounded: bool) -> Any:
+    """`dy.t() @ x`, handed over; what autograd is given. As with a `WgradTarget`, in memory of the GEMM's own making
+    where the weight is plain.
+
+    Args:
+        weight: `[N, K]`, with any dims in place of N.
+        dy: `[M, N]`.
+        x: `[M, K]`.
+        rounded: See `WgradTarget`.
+    """
+    if is_distributed_weight(weight):
+        target = WgradTarget(weight, dy.shape[1], x, rounded=rounded)
+        write_wgrad(dy, x, target.matrix, target.matrix.dtype)
+        return target.finish()
+    dtype = main_grad_dtype(weight) or x.dtype
+    wgrad = write_wgrad(dy, x, None, None if rounded else dtype)
+    if wgrad.dtype is not dtype:
+        wgrad = wgrad.to(dtype)
+    return finish_wgrads([weight], [wgrad if weight.ndim == 2 else wgrad.view(weight.shape)])[0]

@@ -49,11 +49,13 @@ from gtp.ops._collective_common import (
     check_dtypes,
     check_operands,
     forward_matrix,
+    written_wgrad,
 )
-from gtp.ops._common import autocast_dtype, is_wanted, outside_graphs, refused_double_backward, write_wgrad
+from gtp.ops._common import autocast_dtype, is_wanted, outside_graphs, refused_double_backward
 from gtp.ops._spmd_rules import gather_multi_rule, gather_rule, scatter_rule
 from gtp.ops.collective_backends import Factor, GemmBackend
 from gtp.ops.sequence import from_rows, rows_of
+from gtp.protocol import is_distributed_weight
 
 _Optional = torch.Tensor | None
 
@@ -172,14 +174,15 @@ class LinearReduceScatter(torch.autograd.Function):
         needs_dw = is_wanted(ctx, 1)
         x_shard_k, [weight] = _kept(ctx, check=needs_dx)
         dx = dw = db = None
-        with backend.gather(dy_shard_m.contiguous(), whole=needs_dw or needs_db) as gathering:
+        whole = needs_dw or needs_db
+        # a weight that is distributed is waited for first
+        width = 0 if not needs_dx or is_distributed_weight(weight) else weight.shape[-1]
+        with backend.gather(dy_shard_m.contiguous(), whole=whole, width=width) as gathering:
             # see [Note: wgrad first]
             if needs_dx and backend.gathers_under_matmul:
                 dx = gathering.matmul([Factor(backward_matrix(weight, dy_shard_m))])[0]
             if needs_dw:
-                target = WgradTarget(weight, dy_shard_m.shape[1], x_shard_k, rounded=ctx.autocast)
-                write_wgrad(gathering.full(), x_shard_k, target.matrix, target.matrix.dtype)
-                dw = target.finish()
+                dw = written_wgrad(weight, gathering.full(), x_shard_k, rounded=ctx.autocast)
             if needs_dx and dx is None:
                 dx = gathering.matmul([Factor(backward_matrix(weight, dy_shard_m))])[0]
             if needs_db:
@@ -251,7 +254,9 @@ def _all_gather(
             "them. Use a multiple, or a smaller tensor-parallel group"
         )
     autocast = autocast_dtype(x)
-    x_rows, weights, biases = autocast_operands(autocast, rows_of(x, sequence_dim, who), weights, biases)
+    x_rows = x if x.ndim == 2 and sequence_dim == 0 else rows_of(x, sequence_dim, who)
+    if autocast is not None:
+        x_rows, weights, biases = autocast_operands(autocast, x_rows, weights, biases)
     check_dtypes(who, x_rows, weights, biases)
     if not torch.is_grad_enabled():
         ys: Sequence[torch.Tensor] = _gather_forward(backend, x_rows, weights, biases, autocast, keep=False)[0]
@@ -259,8 +264,10 @@ def _all_gather(
         ys = [AllGatherLinear.apply(x_rows, weights[0], biases[0], backend, autocast)]  # type: ignore[no-untyped-call]
     else:
         ys = AllGatherLinearMulti.apply(backend, autocast, x_rows, *weights, *biases)  # type: ignore[no-untyped-call]
+    if x.ndim == 2:
+        return tuple(ys)
     sequence = x.shape[sequence_dim] * backend.size
-    return tuple(from_rows(y, x, sequence_dim, sequence) for y in ys)
+    return tuple([from_rows(y, x, sequence_dim, sequence) for y in ys])
 
 
 @outside_graphs
@@ -291,7 +298,7 @@ def linear_reduce_scatter(
     """
     who = "linear_reduce_scatter"
     check_operands(who, x, weight, bias, backend, bias_in_gemm=False)
-    x_rows = rows_of(x, sequence_dim, who)
+    x_rows = x if x.ndim == 2 and sequence_dim == 0 else rows_of(x, sequence_dim, who)
     sequence = x.shape[sequence_dim]
     if sequence % backend.size:
         raise GTPValueError(
@@ -299,13 +306,14 @@ def linear_reduce_scatter(
             f"{backend.size} ranks: pad it to a multiple"
         )
     autocast = autocast_dtype(x)
-    x_rows, [weight], [bias] = autocast_operands(autocast, x_rows, [weight], [bias])
+    if autocast is not None:
+        x_rows, [weight], [bias] = autocast_operands(autocast, x_rows, [weight], [bias])
     check_dtypes(who, x_rows, [weight], [bias])
     if torch.is_grad_enabled():
         y = LinearReduceScatter.apply(x_rows, weight, bias, backend, autocast)  # type: ignore[no-untyped-call]
     else:
         y = _scatter_forward(backend, x_rows, weight, bias, autocast)
-    return from_rows(y, x, sequence_dim, sequence // backend.size)
+    return y if x.ndim == 2 else from_rows(y, x, sequence_dim, sequence // backend.size)
 
 
 def _gather_forward(
@@ -318,7 +326,10 @@ def _gather_forward(
     keep: bool,
 ) -> tuple[list[torch.Tensor], _Optional]:
     """Outputs `[M, N_i/R]` and, if `keep`, the saved slice `[M, K/R]`."""
-    with backend.gather(x_shard_m.contiguous(), columns=keep) as gathering:
+    width = 0
+    if not any(map(is_distributed_weight, weights)):
+        width = sum([weight.numel() for weight in weights]) // max(x_shard_m.shape[1], 1)
+    with backend.gather(x_shard_m.contiguous(), columns=keep, width=width) as gathering:
         # each weight leads a group of its own; their gathers and the activation's are under way together
         matrices = [forward_matrix(weight, x_shard_m, autocast) for weight in weights]
         ys = gathering.matmul([Factor(w.t(), bias) for w, bias in zip(matrices, biases, strict=True)])
@@ -339,7 +350,9 @@ def _gather_backward(
         if dy is not None and needs_dw[i]
     ]
     if wanted:
-        with backend.gather(x_shard_k.contiguous().t()) as gathering:  # hooks may hand back another layout
+        width = sum([dy.shape[1] for _, dy, _ in wanted])
+        # hooks may hand back another layout
+        with backend.gather(x_shard_k.contiguous().t(), width=width) as gathering:
             gathering.matmul([Factor(dy, out=target.matrix.t()) for _, dy, target in wanted])
         for i, _, target in wanted:
             dweights[i] = target.finish()

@@ -104,6 +104,7 @@ class Ranks:
         columns: bool = False,
         multiply: bool = True,
         transposed: bool = False,
+        known: bool = False,
     ) -> None:
         """Queues one gather on every rank, and what it must give."""
         shards = [integers(rows, k, seed=100 * seed + rank) for rank in range(self.size)]
@@ -114,7 +115,8 @@ class Ranks:
             if transposed:
                 mine = mine.t().contiguous().t()
             self.alive += [mine, *matrices]
-            with self.on(rank) as backend, backend.gather(mine, whole=whole, columns=columns) as gathering:
+            width = sum(widths) if known else 0
+            with self.on(rank) as backend, backend.gather(mine, whole=whole, columns=columns, width=width) as gathering:
                 # one result where it falls, the others in columns of a wider tensor, as wgrads do
                 outs = [None if i == 0 else torch.full((n, rows * self.size), 7.0).t() for i, n in enumerate(widths)]
                 factors = [Factor(m, out=o) for m, o in zip(matrices, outs, strict=True)]
@@ -184,6 +186,10 @@ def program(ranks: Ranks, seed: int = 0) -> None:
     ranks.gather(seed + 7, 3, 4, [3, 3, 1], whole=True)
     ranks.gather(seed + 8, 3, 12, [3, 2], columns=True)
     ranks.gather(seed + 9, 2, 12, [3], whole=True, columns=True, multiply=False)
+    ranks.gather(seed + 10, 3, 12, [3, 2], whole=True, columns=True, known=True)
+    ranks.gather(seed + 11, 2, 5, [3], known=True)
+    ranks.gather(seed + 12, 2, 3, [2, 4], transposed=True, known=True)
+    ranks.scatter(seed + 13, 2, 3, [4])
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -302,7 +308,7 @@ def test_the_stream_that_multiplies_waits_for_no_signal(size):
         captured = [node for graph in capture(ranks, lambda: program(ranks, 40)) for node in graph.nodes]
         in_graph = [node for node in captured if _is_main(ranks, node.stream)]
     for queued in (eager, in_graph):
-        assert sum("sum_of_products" in op.what for op in queued) == size * size * 3
+        assert sum("sum_of_products" in op.what for op in queued) == size * size * 4
         assert not [op.what for op in queued if op.what.startswith("flag")]
     assert any(node.what.startswith("flag") for node in captured)
 

@@ -6,9 +6,8 @@ Shapes are per rank. R is the group's size; the ranks' blocks of rows lie one af
 from __future__ import annotations
 
 import abc
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,8 +15,7 @@ import torch.distributed as dist
 from gtp.ops.collective_backends.agreement import Agreement
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Factor:
+class Factor(NamedTuple):
     """The right-hand side of one product `gathered @ matrix + bias`.
 
     Attributes:
@@ -89,13 +87,15 @@ class GemmBackend(abc.ABC):
         self._agreement = None if process_group is None else Agreement(process_group, every_call=debug)
 
     @abc.abstractmethod
-    def gather(self, rows: torch.Tensor, *, whole: bool = False, columns: bool = False) -> Gathering:
+    def gather(self, rows: torch.Tensor, *, whole: bool = False, columns: bool = False, width: int = 0) -> Gathering:
         """A gathering of every rank's rows; entering its `with` block starts it.
 
         Args:
             rows: `[M/R, K]`, contiguous, or the transpose of something contiguous. Not written before the block ends.
-            whole: Whether `Gathering.full` will be asked for.
+            whole: Whether `Gathering.full` will be asked for; `rows` are contiguous then.
             columns: Whether `Gathering.columns` will be asked for; K is a multiple of R then, and `rows` contiguous.
+            width: Columns of all products that will be asked for, if that comes first in the block; 0 where that is not
+                known, or something else is waited for before.
         """
 
     @abc.abstractmethod

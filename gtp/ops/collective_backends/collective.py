@@ -21,7 +21,7 @@ class CollectiveBackend(GemmBackend):
     name = "collective"
     gathers_under_matmul = False
 
-    def gather(self, rows: torch.Tensor, *, whole: bool = False, columns: bool = False) -> Gathering:
+    def gather(self, rows: torch.Tensor, *, whole: bool = False, columns: bool = False, width: int = 0) -> Gathering:
         rows = rows.contiguous()
         self.agree("gather", rows.shape[0], rows.shape[1], rows)
         full = rows.new_empty(self.size * rows.shape[0], rows.shape[1])
@@ -43,7 +43,7 @@ class SingleRankBackend(GemmBackend):
     def __init__(self) -> None:
         super().__init__(None)
 
-    def gather(self, rows: torch.Tensor, *, whole: bool = False, columns: bool = False) -> Gathering:
+    def gather(self, rows: torch.Tensor, *, whole: bool = False, columns: bool = False, width: int = 0) -> Gathering:
         return Gathered(self, rows, None)
 
     def matmul_reduce_scatter(self, products: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:

@@ -132,11 +132,11 @@ class CopyEngineBackend(GemmBackend):
         if old is not None and old.captured:
             self._kept.append(old)
 
-    def gather(self, rows: torch.Tensor, *, whole: bool = False, columns: bool = False) -> Gathering:
+    def gather(self, rows: torch.Tensor, *, whole: bool = False, columns: bool = False, width: int = 0) -> Gathering:
         self.agree("gather", rows.shape[0], rows.shape[1], rows)
         if not rows.numel():
             return Gathered(self, rows.new_empty(rows.shape[0] * self.size, rows.shape[1]), None)
-        return CopyEngineGathering(self, rows, whole, columns)
+        return CopyEngineGathering(self, rows, whole, columns, width)
 
     def matmul_reduce_scatter(self, products: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         a, b = products[0]
@@ -219,13 +219,18 @@ class CopyEngineBackend(GemmBackend):
         self.driver.wait_event(self.stream, self.arrived[step])
         return (self.rank - step) % self.size
 
-    def exchange(self, slot: Slot, blocks: int, stride: int, nbytes: int) -> None:
-        """On the current stream, sends each peer its block, at an address and a stride per rank, and waits for its."""
+    def exchange(self, slot: Slot, blocks: int, stride: int, nbytes: int, *, own: bool) -> None:
+        """On the current stream, sends each peer its block, at an address and a stride per rank, and waits for theirs.
+
+        `own`: this rank's own is put beside them.
+        """
         driver, stream, mine = self.driver, self.stream, self.rank * nbytes
         driver.submit(slot.reclaim_all, stream)
         for step in range(1, self.size):
             peer = (self.rank + step) % self.size
             driver.copy(slot.pointers[peer] + mine, blocks + peer * stride, nbytes, stream)
+        if own:
+            driver.copy(slot.pointers[self.rank] + mine, blocks + self.rank * stride, nbytes, stream)
         driver.submit(slot.exchange, stream)
 
     def release(self, slot: Slot, *, aside: bool) -> None:

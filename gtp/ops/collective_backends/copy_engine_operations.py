@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 class CopyEngineGathering(Gathering):
     """One all-gather. Peers' rows lie in the slot; this rank's own are multiplied where they are, or copied beside."""
 
-    def __init__(self, backend: CopyEngineBackend, rows: torch.Tensor, whole: bool, columns: bool) -> None:
+    def __init__(self, backend: CopyEngineBackend, rows: torch.Tensor, whole: bool, columns: bool, width: int) -> None:
         self._backend = backend
         self._rows = rows
         # What travels is memory as it lies. Of a transpose, every block is one, and their products go one by one.
         self._transposed = not rows.is_contiguous()
         self._whole = whole
         self._with_columns = columns
+        self._width = width
         self._columns: torch.Tensor | None = None
         self._full: torch.Tensor | None = None  # once it is complete in the order of the current stream
         self._next = 1  # the step whose rows come next
@@ -38,12 +39,18 @@ class CopyEngineGathering(Gathering):
 
     def __enter__(self) -> CopyEngineGathering:
         backend, rows = self._backend, self._rows
-        nbytes = rows.nbytes
-        self._slot = backend.begin(nbytes * backend.size)
+        address, nbytes, size = rows.data_ptr(), rows.nbytes, backend.size
+        slot = self._slot = backend.begin(nbytes * size)
         try:
-            backend.fork(backend.started, backend.lane)
-            for step in range(1, backend.size):
-                backend.send(self._slot, step, rows.data_ptr(), nbytes)
+            if self._is_short():
+                backend.exchange(slot, address, 0, nbytes, own=not self._transposed)
+                self._next = size
+                if not self._transposed:
+                    self._full = self._blocks().joined
+            else:
+                backend.fork(backend.started, backend.lane)
+                for step in range(1, size):
+                    backend.send(slot, step, address, nbytes)
         except BaseException:
             backend.end()
             raise
@@ -61,8 +68,8 @@ class CopyEngineGathering(Gathering):
         backend, rows = self._backend, self._rows
         count, k = rows.shape
         width = sum([factor.matrix.shape[1] for factor in factors])
-        self._large = backend.worth_cutting(count, k, width)
-        self._cut = self._transposed or (self._large and self._full is None)
+        self._large = self._next == 1 and backend.worth_cutting(count, k, width)
+        self._cut = self._large or self._transposed
         if not self._cut:
             full = self._gathered()
             if self._with_columns and self._columns is None:
@@ -80,8 +87,8 @@ class CopyEngineGathering(Gathering):
         self._begin_local_copies()
         block(backend.rank, rows)
         blocks = self._blocks().each
-        while self._next < backend.size:
-            peer = self._receive()
+        for step in range(1, backend.size):
+            peer = self._receive(step)
             block(peer, blocks[peer])
         return outs
 
@@ -101,9 +108,18 @@ class CopyEngineGathering(Gathering):
 
     def finish(self) -> None:
         """The slot is free for the peers; operands and copy streams are free for whatever comes next."""
-        self._receive_all()
-        self._join_local_copies()
+        if self._next < self._backend.size:
+            self._receive_all()
+        if self._locally:
+            self._join_local_copies()
         self._backend.release(self._slot, aside=self._large)
+
+    def _is_short(self) -> bool:
+        """Whether nothing is to be done beside the copies, so that the current stream can make them."""
+        if self._backend.captured or not self._width:
+            return False
+        count, k = self._rows.shape
+        return not self._backend.worth_cutting(count, k, self._width)
 
     def _blocks(self) -> Blocks:
         count, k = self._rows.shape
@@ -114,7 +130,8 @@ class CopyEngineGathering(Gathering):
             if not self._own_rows_aside:
                 # the current stream would only wait here
                 self._copy_own_rows(self._backend.stream)
-            self._receive_all()
+            if self._next < self._backend.size:
+                self._receive_all()
             self._join_local_copies()
             self._full = self._blocks().joined
         return self._full
@@ -134,16 +151,18 @@ class CopyEngineGathering(Gathering):
     def _receive_all(self) -> None:
         size = self._backend.size
         if self._with_columns and self._cut:
-            while self._next < size:
-                self._receive()
-        elif self._next < size:
+            for step in range(self._next, size):
+                self._receive(step)
+        else:
             self._backend.receive(size - 1)  # the lane is in order: all others have come then
-            self._next = size
+        self._next = size
 
-    def _receive(self) -> int:
-        """The next peer, whose rows are there in the order of the current stream."""
-        backend, step = self._backend, self._next
-        self._next += 1
+    def _receive(self, step: int) -> int:
+        """The peer of a step, whose rows are there in the order of the current stream. Steps in order."""
+        backend = self._backend
+        if step < self._next:
+            return (backend.rank - step) % backend.size
+        self._next = step + 1
         peer = backend.receive(step)
         if self._with_columns:
             backend.driver.wait_event(backend.side, backend.arrived[step])
@@ -255,17 +274,16 @@ def scatter_in_one(
     try:
         product = sum_of_products(products)
         sent = True
-        backend.exchange(slot, product.data_ptr(), nbytes, nbytes)
         if size == 2:
+            backend.exchange(slot, product.data_ptr(), nbytes, nbytes, own=False)
             return add(product.narrow(0, rank * count, count), blocks.each[1 - rank])
-        own = rank * nbytes
-        backend.driver.copy(slot.pointers[rank] + own, product.data_ptr() + own, nbytes, backend.stream)
+        backend.exchange(slot, product.data_ptr(), nbytes, nbytes, own=True)
         return sum_of_blocks(blocks)
     finally:
         if not sent:
             spare = blocks.each[rank]
             spoil(spare)
-            backend.exchange(slot, spare.data_ptr(), 0, nbytes)
+            backend.exchange(slot, spare.data_ptr(), 0, nbytes, own=False)
         backend.release(slot, aside=False)
 
 

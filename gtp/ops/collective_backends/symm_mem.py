@@ -42,7 +42,7 @@ class SymmMemBackend(GemmBackend):
             # set up now, where failure is clear, and not in the first layer's forward
             get_symm_mem_workspace(self._group_name, min_size=1 << 20)
 
-    def gather(self, rows: torch.Tensor, *, whole: bool = False, columns: bool = False) -> Gathering:
+    def gather(self, rows: torch.Tensor, *, whole: bool = False, columns: bool = False, width: int = 0) -> Gathering:
         self.agree("gather", rows.shape[0], rows.shape[1], rows)
         if rows.numel():
             return _Gathering(self, rows.contiguous(), whole or columns)
