@@ -17,6 +17,7 @@ from gtp.protocol import DistributedWeight, Outcome
 from gtp.runtime.runtime import GTPRuntime
 from gtp.weights.axes import data_mean, data_size
 from gtp.weights.full import full_weights
+from gtp.weights.graphed import make_graphed_callables
 from gtp.weights.layout import ShardLayout
 from gtp.weights.parameter import GTPWeight
 from gtp.weights.shard import shard_model
@@ -43,6 +44,7 @@ __all__ = [
     "full_weights",
     "grad_norm",
     "load_full_state_dict",
+    "make_graphed_callables",
     "shard_model",
 ]
 

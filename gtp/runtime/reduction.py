@@ -65,6 +65,7 @@ class Reducer:
         self._targets: dict[Member, tuple[ShardOwner, torch.Tensor]] = {}
         self._unreduced: dict[Member, _Wgrad] = {}
         self._marks: dict[Member, GradientMark | None] = {}  # see [Note: zeroing what is not there]
+        self._returned: set[Member] = set()  # whose gradients this backward has returned
         self.accumulate_only = False
         self.bytes_reduced = 0
 
@@ -97,19 +98,25 @@ class Reducer:
             self._add_to_held(group, padded, trained)
         self._start(group, padded if len(padded) == 1 else self._alike(group, padded), trained)
 
-    def reduce_now(self, group: WeightGroup, wgrads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """The reduced gradients of the shards in fresh tensors, complete in the order of the current stream."""
+    def reduce_returned(
+        self, group: WeightGroup, wgrads: Sequence[torch.Tensor | None], *, at_once: bool
+    ) -> list[torch.Tensor]:
+        """The reduced gradients of the shards in fresh tensors.
+
+        Args:
+            at_once: Whether they are complete now, in the order of the current stream; else when backward ends. The
+                second one of a weight is complete now in any case, and so is the first: autograd adds them up.
+        """
         if len(wgrads) > 1:
             self._require_order(group, wgrads)
         _require_logical_shapes(group, wgrads)
         padded = self._alike(group, self._take_all(group, wgrads))
         into = [self._owner(member).new_gradient() for member in group.members]
-        ticket = self._transport.start_reduce(
-            group, [w.padded for w in padded], into, [False] * len(into), self._divisors[group.index]
-        )
-        self._transport.finish_reduce(ticket)
-        for wgrad in padded:
-            self._pool.let_go(wgrad.buffer)
+        self._send(group, padded, into, [False] * len(into))
+        at_once = at_once or not self._returned.isdisjoint(group.members)
+        self._returned.update(group.members)
+        while self._in_flight and at_once:
+            self._finish_oldest()
         return into
 
     def end_backward(self) -> list[ShardOwner]:
@@ -122,7 +129,7 @@ class Reducer:
         for owner, target in delivered:
             owner.gradient_delivered(target)
         self._targets.clear()
-        self._let_go_of_lent()
+        self._forget_backward()
         return [owner for owner, _ in delivered]
 
     def switch(self, pool: BufferPool, *, ends: bool) -> None:
@@ -141,7 +148,7 @@ class Reducer:
             self._targets.clear()
         while self._in_flight:
             self._finish_oldest(wait=False)
-        self._let_go_of_lent()
+        self._forget_backward()
         self._pool = pool
 
     def abandon(self) -> None:
@@ -151,13 +158,14 @@ class Reducer:
         """
         before = [(target, target.clone()) for _, target in self._targets.values()] if self._in_flight else []
         self._targets.clear()  # first of all: a transport that fails once more must not leave them for the next step
-        self._let_go_of_lent()
+        self._forget_backward()
         while self._in_flight:
             self._finish_oldest()
         for target, value in before:
             target.copy_(value)
 
-    def _let_go_of_lent(self) -> None:
+    def _forget_backward(self) -> None:
+        self._returned.clear()
         for wgrad in self._lent.values():
             self._pool.let_go(wgrad.buffer)
         self._lent.clear()
@@ -303,6 +311,9 @@ class Reducer:
                 (_, target), has_value = known, True
             into.append(target)
             accumulate.append(has_value)
+        self._send(group, padded, into, accumulate)
+
+    def _send(self, group: WeightGroup, padded: list[_Wgrad], into: list[torch.Tensor], accumulate: list[bool]) -> None:
         nbytes = sum([w.buffer.nbytes for w in padded])
         divisor = self._divisors[group.index]
         ticket = self._transport.start_reduce(group, [w.padded for w in padded], into, accumulate, divisor)

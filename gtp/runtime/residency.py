@@ -10,6 +10,7 @@ import torch
 from gtp.errors import GTPStateError
 from gtp.runtime.buffers import Buffer, BufferPool, nbytes_of
 from gtp.runtime.group import WeightGroup
+from gtp.runtime.parts import Stretch
 from gtp.runtime.schedule import Phase, Schedule
 from gtp.runtime.transport import Transport
 
@@ -53,7 +54,9 @@ class Gatherer:
         before_gather: Callable[[WeightGroup], bool] | None = None,
     ) -> None:
         self._groups = groups
-        self._schedule = schedule
+        self._whole = Stretch(schedule, groups)
+        self._stretch = self._whole  # to which the open line belongs, or the next one
+        self._schedule = schedule  # its schedule
         self._pool = pool
         self._transport = transport
         self._before_gather = before_gather
@@ -81,6 +84,25 @@ class Gatherer:
     def close_line(self) -> None:
         """Shards may be written once this returns."""
         self._end_line(self._schedule.close().drop)
+        if self._stretch is not self._whole:
+            used = dict.fromkeys([index for index, _ in self._schedule.trace])
+            self._stretch.use([self._groups[index] for index in used])
+            self._enter(self._whole)
+
+    def open_part(self, stretch: Stretch) -> None:
+        """A forward or a backward of a part begins: see [Note: parts]. It ends with `close_line`."""
+        self.require_no_line()
+        self._enter(stretch)
+        self.open_line()
+
+    @property
+    def line_open(self) -> bool:
+        return self._line is not None
+
+    @property
+    def in_part(self) -> bool:
+        """Whether the open line is a part's."""
+        return self._stretch is not self._whole
 
     def consume(self, group: WeightGroup, phase: Phase, *, inside: bool) -> list[torch.Tensor]:
         """The full weights of `group` for one GEMM. Each tensor is its own lease."""
@@ -128,6 +150,7 @@ class Gatherer:
     def drop_all(self) -> None:
         """After an exception or for `release`: nothing stays resident, nothing stays in flight."""
         self._end_line(self._schedule.reset())
+        self._enter(self._whole)
 
     def require_no_line(self) -> None:
         """A capture is about to begin: no forward may wait for its backward.
@@ -148,6 +171,8 @@ class Gatherer:
             self._pool.let_go(copy.buffer)
         self._resident.clear()
         self._schedule.reset()
+        self._enter(self._whole)
+        self._schedule.reset()
         self._pool = pool
         self._capture = capture
 
@@ -162,7 +187,7 @@ class Gatherer:
             self._finish_all()
             self._transport.close()
         self._interrupted = False
-        self._open(self._groups if was_open else [group])
+        self._open(self._stretch.groups if was_open else [group])
         try:
             copy = self._start(group)
             full = self._hand_out(group, copy)
@@ -183,9 +208,12 @@ class Gatherer:
             self._line = None
             self._interrupted = False
 
+    def _enter(self, stretch: Stretch) -> None:
+        self._stretch, self._schedule = stretch, stretch.schedule
+
     def _publish(self) -> None:
         """Begins a line."""
-        self._open(self._groups)
+        self._open(self._stretch.groups)
         self._line = self._capture
         self._interrupted = False
 
@@ -208,6 +236,8 @@ class Gatherer:
 
     def _start(self, group: WeightGroup) -> _Copy:
         index = group.index
+        if index not in self._stretch.indices:
+            self._widen(group)
         if self._interrupted:
             self._publish()
         if self._before_gather is not None and self._before_gather(group):
@@ -224,6 +254,14 @@ class Gatherer:
             self._pool.recycle_events(buffer)
         self.bytes_gathered += self._nbytes[index]
         return _Copy(buffer, outs, ticket, versions)
+
+    def _widen(self, group: WeightGroup) -> None:
+        """The part uses a group that it did not use in its warm-up."""
+        self._stretch.use([*self._stretch.groups, group])
+        if not self._interrupted:
+            self._finish_all()
+            self._transport.close()
+            self._interrupted = True
 
     def _finish(self, copy: _Copy) -> None:
         if copy.ticket is not None:

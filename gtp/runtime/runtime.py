@@ -23,6 +23,7 @@ from gtp.runtime.capture import current_capture
 from gtp.runtime.checked import CheckedTransport
 from gtp.runtime.gloo_exit import wait_for_gloo_at_exit
 from gtp.runtime.group import WeightGroup
+from gtp.runtime.parts import Part
 from gtp.runtime.pools import make_pools, prefetch_window, reduce_window
 from gtp.runtime.reduction import Reducer
 from gtp.runtime.replicated import ReplicatedGradients
@@ -64,6 +65,8 @@ class GTPRuntime:
         self._on_cuda = device.type == "cuda"  # where there are captures
         self._capture = 0
         self._gradients_returned = False
+        self._parts: list[Part] = []  # those that are being captured
+        self._backwards: dict[int, Part] = {}  # of parts whose forward has run, by the groups that it used
         self._in_forward = False
         self._opening = False
         self.replicated = ReplicatedGradients(
@@ -105,16 +108,21 @@ class GTPRuntime:
             owner = member.owner()
             if owner is not None and owner.plain_shard().data_ptr() != member.shard.data_ptr():
                 owner.adopt(member.shard)
-        sizes = [g.gathered_nbytes for g in groups]
-        self._schedule = Schedule(sizes, prefetch_bytes=prefetch_window(groups, config), keep_bytes=config.keep_bytes)
+        self._schedule = self._new_schedule()
         self._pools = self._eager_pools = make_pools(groups, config, self.device)
         self._gatherer = Gatherer(groups, self._schedule, self._pools.gathers, self._transport, self.before_gather)
         self._reducer = Reducer(groups, self._pools.wgrads, self._transport, config, reduce_window(groups, config))
         self._started = True
         _log.info(
             "gtp: %d weight groups over %s, %.1f MiB gathered, transport %s (%s)",
-            len(groups), self.device, sum(sizes) / 2**20, self._transport.name, self._transport_reason,
+            len(groups), self.device, sum([g.gathered_nbytes for g in groups]) / 2**20, self._transport.name,
+            self._transport_reason,
         )  # fmt: skip
+
+    def _new_schedule(self) -> Schedule:
+        groups, config = self._groups, self.config
+        window = prefetch_window(groups, config)
+        return Schedule([g.gathered_nbytes for g in groups], prefetch_bytes=window, keep_bytes=config.keep_bytes)
 
     def attach(self, root: torch.nn.Module) -> None:
         """Brackets the forwards of `root`: within them weights are prefetched."""
@@ -147,6 +155,43 @@ class GTPRuntime:
             with torch.inference_mode(False), torch.no_grad():
                 self._gatherer.close_line()
 
+    def add_part(self) -> Part:
+        """A module is about to be captured by itself: its forwards run inside `part_forward`, until `forget_parts`."""
+        self.start()
+        self._parts.append(Part(self._new_schedule, self._groups))
+        return self._parts[-1]
+
+    @contextmanager
+    def part_forward(self, part: Part) -> Iterator[None]:
+        """A forward of a part, in a warm-up or a capture: a line of its own, as is the backward that begins next with a
+        weight that it used. Elsewhere this does nothing.
+
+        Raises:
+            GTPStateError: a forward of the model waits for its backward.
+        """
+        if part not in self._parts or self._in_forward or backward_task() != NO_TASK:
+            yield
+            return
+        self._ready()
+        self.replicated.hook_trainable()
+        try:
+            with torch.no_grad():
+                self._gatherer.open_part(part.forward)
+            self._in_forward = True
+            yield
+            self._in_forward = False
+            with torch.no_grad():
+                self._gatherer.close_line()
+        except BaseException:
+            self._abandon()
+            raise
+        self._backwards.update(dict.fromkeys(part.forward.indices, part))
+
+    def forget_parts(self) -> None:
+        """The parts are captured."""
+        self._parts.clear()
+        self._backwards.clear()
+
     def before_write(self, groups: Sequence[WeightGroup]) -> None:
         """Shards of these groups are about to be written in place."""
         if self._started:
@@ -168,8 +213,11 @@ class GTPRuntime:
         inside = True
         if task == NO_TASK:
             inside = self._in_forward
-        elif phase is Phase.FORWARD:
-            phase = Phase.RECOMPUTE
+        else:
+            if phase is Phase.FORWARD:
+                phase = Phase.RECOMPUTE
+            if self._backwards:
+                self._enter_part(group)
         if self.config.debug:
             self._transport.agree(group.process_group, f"use {group.name} in {phase.name.lower()}")
         if torch.is_inference_mode_enabled():
@@ -180,7 +228,8 @@ class GTPRuntime:
 
     def grad_buffer(self, group: WeightGroup, position: int) -> torch.Tensor:
         """Where the wgrad of one member goes, `[rows, *trailing]`."""
-        self._ready()
+        if self._ready() != NO_TASK and self._backwards:
+            self._enter_part(group)
         return self._reducer.grad_buffer(group, position)
 
     def finalize(self, group: WeightGroup, wgrads: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
@@ -192,7 +241,8 @@ class GTPRuntime:
         """
         task = self._ready()
         if self._gradients_returned:
-            return self._reducer.reduce_now(group, wgrads)
+            # at the end of a part's backward nothing has read them; another backward may be inside of a larger one
+            return self._reducer.reduce_returned(group, wgrads, at_once=not self._gatherer.in_part)
         self._reducer.finalize(group, wgrads)
         if task == NO_TASK:
             try:
@@ -313,6 +363,12 @@ class GTPRuntime:
         elif not inside:
             self.replicated.hook_trainable()
         return self._gatherer.consume(group, phase, inside=inside)
+
+    def _enter_part(self, group: WeightGroup) -> None:
+        """A backward uses a group: if it is one of a part and has just begun, its line does, too."""
+        part = self._backwards.get(group.index)
+        if part is not None and not self._gatherer.line_open:
+            self._gatherer.open_part(part.backward)
 
     def _enter_backward(self) -> None:
         if backward_task() != NO_TASK:

@@ -7,7 +7,6 @@ Everything else would need the full weight and raises.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 
 from gtp.errors import GTPStateError, UnsupportedError
 from gtp.ops import embedding, linear
+from gtp.weights import differentiate
 from gtp.weights.askers import ASKED, refuse_asker, transform_level
 from gtp.weights.rules import (
     METADATA,
@@ -24,7 +24,6 @@ from gtp.weights.rules import (
     needs_full,
     plain_access,
     refuse_transforms,
-    tensors_in,
 )
 from gtp.weights.shard_tensor import is_whole
 
@@ -49,7 +48,7 @@ def dispatch(kind: type, func: Callable[..., Any], args: tuple[Any, ...], kwargs
             refuse_transforms(func.__name__, args, kwargs)
         return linear(*args, **kwargs) if func is F.linear else embedding(*args, **kwargs)
     if func is torch.autograd.backward:  # its `inputs` may be weights
-        return call_plain(func, args, kwargs)
+        return differentiate.backward(kind, args, kwargs)
     name: str = getattr(func, "__name__", str(func))
     if name in METADATA:
         if name in ASKED:
@@ -63,27 +62,10 @@ def dispatch(kind: type, func: Callable[..., Any], args: tuple[Any, ...], kwargs
         refuse_asker(name, args)
         return args[0].writable_shard()
     if func is torch.autograd.grad:
-        weights = [t for t in tensors_in((*args, *kwargs.values())) if isinstance(t, kind)]
-        return _autograd_grad(args, kwargs, cast("list[GTPWeight]", weights))
+        return differentiate.grad(kind, args, kwargs)
     if name in _MOVES and isinstance(args[0], kind):
         _check_move(name, args, kwargs, cast("GTPWeight", args[0]))
     return apply(func, name, args, kwargs)
-
-
-def _autograd_grad(args: tuple[Any, ...], kwargs: dict[str, Any], weights: list[GTPWeight]) -> Any:
-    """`torch.autograd.grad` with respect to sharded weights: reduced gradients of the shards, returned by autograd.
-
-    What `torch.cuda.make_graphed_callables` calls, so also what a graphed layer replays.
-    """
-    if kwargs.get("is_grads_batched"):
-        raise UnsupportedError(
-            f"{weights[0].label}: torch.autograd.grad(is_grads_batched=True) by a sharded weight is not supported, "
-            "because no batch of gradients is reduced over ranks. Call torch.autograd.grad once per gradient"
-        )
-    with contextlib.ExitStack() as stack:
-        for runtime in dict.fromkeys(weight.handle.runtime for weight in weights):
-            stack.enter_context(runtime.gradients_returned())
-        return call_plain(torch.autograd.grad, args, kwargs)
 
 
 def _get(func: Any, args: tuple[Any, ...]) -> Any:

@@ -171,9 +171,13 @@ class Trainer:
         buffers = [self.reducer.grad_buffer(group, position) for position in range(len(group.members))]
         fresh = self.me.wgrads(group, value)  # in memory of its own, which stays
         for buffer, wgrad in zip(buffers, fresh, strict=True):
-            target, count = buffer.data_ptr(), wgrad.nbytes
-            self.driver.compute(lambda t=target, w=wgrad, n=count: ctypes.memmove(t, w.data_ptr(), n), "wgrad")
+            self.copy(buffer, wgrad)
         self.reducer.finalize(group, buffers)
+
+    def copy(self, buffer: torch.Tensor, wgrad: torch.Tensor) -> None:
+        """A GEMM of the current stream writes a wgrad. By address, since a kernel keeps nothing alive."""
+        target, count = buffer.data_ptr(), wgrad.nbytes
+        self.driver.compute(lambda: ctypes.memmove(target, wgrad.data_ptr(), count), "wgrad")
 
     def activation(self, value: int, nbytes: int) -> Callable[[], None]:
         """Something of the model's own, in memory of the same allocator. Returns what looks at it again."""
