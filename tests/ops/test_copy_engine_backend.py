@@ -230,6 +230,19 @@ def test_the_workspace_grows_and_what_is_in_flight_survives():
             nested(ranks)
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_what_was_made_in_inference_mode_serves_training(split):
+    with sizes(split=split):
+        ranks = Ranks(2)
+        for rows in (3, 30):  # the second makes the workspace grow
+            with torch.inference_mode():
+                ranks.scatter(1, rows, 7, [4])
+                ranks.finish(0)
+            for _ in range(2):
+                ranks.scatter(2, rows, 7, [4])
+            ranks.finish(1)
+
+
 def nested(ranks: Ranks) -> None:
     with ranks.on(0) as backend, backend.gather(torch.ones(2, 2)):
         backend.matmul_reduce_scatter([(torch.ones(4, 2), torch.ones(2, 2))])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gtp.errors import DesyncError
+from gtp.ops.collective_backends import Factor
 from gtp.ops.collective_backends import copy_engine_operations as operations
 from gtp.ops.collective_backends.auto import AutoBackend
 from gtp.ops.collective_backends.copy_engine import CopyEngineBackend
@@ -26,6 +27,27 @@ def test_an_error_inside_leaves_the_protocol_whole(split):
             ranks.alive.append(shard)
             with ranks.on(rank) as backend, pytest.raises(ValueError, match="mine"), backend.gather(shard, whole=True):
                 raise ValueError("mine")
+        program(ranks)
+        ranks.finish(0)
+
+
+@pytest.mark.parametrize("split, known", [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("options", [{"whole": True}, {"columns": True}, {"transposed": True}], ids=str)
+def test_an_error_in_a_gathers_products_leaves_the_protocol_whole(split, known, options):
+    """Out of memory in every rank's first product, whatever else is on its way then."""
+    with sizes(split=split):
+        ranks = Ranks(3, room=1 << 12)
+        kept = {name: True for name in options if name != "transposed"}
+        for rank in range(3):
+            shard = torch.ones(6, 4).t() if "transposed" in options else torch.ones(4, 6)
+            ranks.alive.append(shard)
+            fails = out_of_memory_after(0, operations.multiply)
+            with ranks.on(rank) as backend, mock.patch.object(operations, "multiply", fails):
+                with (
+                    pytest.raises(torch.OutOfMemoryError, match="mine"),
+                    backend.gather(shard, width=5 if known else 0, **kept) as gathering,
+                ):
+                    gathering.matmul([Factor(torch.ones(6, 5))])
         program(ranks)
         ranks.finish(0)
 

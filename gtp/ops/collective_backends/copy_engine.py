@@ -128,7 +128,9 @@ class CopyEngineBackend(GemmBackend):
                 "before the capture, or call reserve() on the backend"
             )
         watch = None if self._watchdog is None else self._watchdog.site
-        old, self._workspace = self._workspace, Workspace(self.driver, self._group, nbytes, self._make_arena, watch)
+        old = self._workspace
+        with torch.inference_mode(False):  # it serves training too
+            self._workspace = Workspace(self.driver, self._group, nbytes, self._make_arena, watch)
         if old is not None and old.captured:
             self._kept.append(old)
 

@@ -30,11 +30,11 @@ class CopyEngineGathering(Gathering):
         self._whole = whole
         self._with_columns = columns
         self._width = width
-        self._columns: torch.Tensor | None = None
         self._full: torch.Tensor | None = None  # once it is complete in the order of the current stream
         self._next = 1  # the step whose rows come next
         self._large = self._cut = False
         self._own_rows_aside = False  # whether their copy is on the stream of local ones
+        self._columns_copied = False  # from as many ranks' rows as have come
         self._locally = False  # whether there are copies on the stream of local ones that nobody has waited for
 
     def __enter__(self) -> CopyEngineGathering:
@@ -42,6 +42,9 @@ class CopyEngineGathering(Gathering):
         address, nbytes, size = rows.data_ptr(), rows.nbytes, backend.size
         slot = self._slot = backend.begin(nbytes * size)
         try:
+            if self._with_columns:
+                # before the fork: other streams write it, and must come after whoever had this memory before
+                self._columns = rows.new_empty(rows.shape[0] * size, rows.shape[1] // size)
             if self._is_short():
                 backend.exchange(slot, address, 0, nbytes, own=not self._transposed)
                 self._next = size
@@ -72,7 +75,7 @@ class CopyEngineGathering(Gathering):
         self._cut = self._large or self._transposed
         if not self._cut:
             full = self._gathered()
-            if self._with_columns and self._columns is None:
+            if self._with_columns and not self._columns_copied:
                 self._copy_all_columns()
             return [multiply(full, factor.matrix, factor.bias, factor.out) for factor in factors]
         outs = [
@@ -100,10 +103,9 @@ class CopyEngineGathering(Gathering):
     def columns(self) -> torch.Tensor:
         if not self._with_columns:
             raise GTPStateError("columns were asked for, and the gathering was not started with columns=True")
-        if self._columns is None:
+        if not self._columns_copied:
             self._gathered()
             self._copy_all_columns()
-        assert self._columns is not None
         return self._columns
 
     def finish(self) -> None:
@@ -184,8 +186,7 @@ class CopyEngineGathering(Gathering):
     def _copy_columns(self, first: int, source: int, ranks: int) -> None:
         """This rank's columns of some ranks' rows. No kernel: those of torch are slow at it and take SMs."""
         backend, (rows, k) = self._backend, self._rows.shape
-        if self._columns is None:
-            self._columns = self._rows.new_empty(rows * backend.size, k // backend.size)
+        self._columns_copied = True
         pitch = k * self._rows.itemsize
         width = pitch // backend.size
         target = self._columns.data_ptr() + first * rows * width

@@ -38,7 +38,7 @@ class Blocks:
 
     @functools.cached_property
     def joined(self) -> torch.Tensor:
-        """`[ranks * rows, columns]`. Not of transposes."""
+        """`[ranks * rows, columns]`, to be read. Not of transposes."""
         return self.stacked.view(-1, self.stacked.shape[-1])
 
 
@@ -77,12 +77,13 @@ class Slot:
             if len(self._views) == _MOST_VIEWS:
                 self._views.clear()  # sizes that never come back
             ranks = len(self.pointers)
-            memory = self.local[: ranks * rows * columns * dtype.itemsize].view(dtype)
-            if transposed:
-                stacked = memory.view(ranks, columns, rows).transpose(1, 2)
-            else:
-                stacked = memory.view(ranks, rows, columns)
-            found = self._views[key] = Blocks(stacked)
+            with torch.inference_mode(False):  # or training could not write them
+                memory = self.local[: ranks * rows * columns * dtype.itemsize].view(dtype)
+                if transposed:
+                    stacked = memory.view(ranks, columns, rows).transpose(1, 2)
+                else:
+                    stacked = memory.view(ranks, rows, columns)
+                found = self._views[key] = Blocks(stacked)
         return found
 
 
