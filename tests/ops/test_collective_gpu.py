@@ -20,7 +20,7 @@ from gtp.ops.collective_backends import auto
 from gtp.testing.ranks import rank
 from tests.ops.collective_gpu import EVERY, FUSED, SLEEP, device_of_rank, large, make
 from tests.ops.collective_problem import Case, Gradients, reference
-from tests.ops.test_copy_engine_backend import sizes
+from tests.ops.copy_engine_ranks import sizes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 

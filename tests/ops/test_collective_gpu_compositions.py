@@ -23,7 +23,7 @@ from gtp.ops.collective_backends.copy_engine import CopyEngineBackend
 from gtp.testing.ranks import rank, subgroup
 from tests.modules.llama import Llama, batch
 from tests.ops.collective_gpu import EVERY, FUSED, SLEEP, device_of_rank, large, make
-from tests.ops.test_copy_engine_backend import sizes
+from tests.ops.copy_engine_ranks import sizes
 from tests.reference import full_grad
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]

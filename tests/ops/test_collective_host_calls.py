@@ -20,7 +20,7 @@ import gtp
 from gtp.ops import all_gather_linear, linear_reduce_scatter
 from gtp.ops.collective_backends.copy_engine import CopyEngineBackend
 from gtp.ops.peer import SignalOp
-from tests.ops.test_copy_engine_backend import CPU, sizes
+from tests.ops.copy_engine_ranks import CPU, sizes
 from tests.runtime.simulated_streams import FakeGroup
 
 _HOME = str(Path(gtp.__file__).parent)

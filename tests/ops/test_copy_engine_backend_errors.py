@@ -13,7 +13,7 @@ from gtp.ops.collective_backends import Factor
 from gtp.ops.collective_backends import copy_engine_operations as operations
 from gtp.ops.collective_backends.auto import AutoBackend
 from gtp.ops.collective_backends.copy_engine import CopyEngineBackend
-from tests.ops.test_copy_engine_backend import CPU, Ranks, program, sizes
+from tests.ops.copy_engine_ranks import CPU, Ranks, program, sizes
 from tests.runtime.simulated_streams import FakeGroup, Machine, SimulatedDriver
 
 
