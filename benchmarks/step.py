@@ -169,7 +169,7 @@ def blocks_graphed(stack: nn.Module, x: torch.Tensor) -> Iterator[None]:
     blocks = tuple(stack.blocks)
     samples = tuple((torch.randn_like(x).requires_grad_(i > 0),) for i in range(len(blocks)))
     forwards = [block.forward for block in blocks]
-    torch.cuda.make_graphed_callables(blocks, samples)
+    gtp.make_graphed_callables(blocks, samples)
     try:
         yield
     finally:

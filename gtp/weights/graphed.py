@@ -1,17 +1,26 @@
-"""`make_graphed_callables`: torch's, for modules with sharded weights."""
+"""`make_graphed_callables`: torch's, for modules with sharded weights.
+
+[Note: gradients of replays] A replayed backward returns memory of its graph to autograd, which makes that `.grad` where
+there is none; the next replay writes there again, and the gradients of several micro-batches would not add up. So the
+first one is copied. And autograd calls hooks of its own only, not those that a sharded weight keeps for the runtime to
+call, which is not there when a graph is replayed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from gtp.runtime.parts import Part
 from gtp.runtime.runtime import GTPRuntime
 from gtp.weights.parameter import GTPWeight
+from gtp.weights.rules import plain_access
 
 
 def make_graphed_callables(callables: Any, sample_args: Any, **options: Any) -> Any:
@@ -21,7 +30,8 @@ def make_graphed_callables(callables: Any, sample_args: Any, **options: Any) -> 
     weights are gathered ahead within the layer, and its gradients are reduced beside its backward. Between layers
     nothing is in flight: a graph of the whole step, where the model can be captured so, is faster still.
 
-    Gradients are returned to autograd, as torch does it. Replay on every rank in the same order.
+    Gradients of sharded weights are in the dtype of the shard, and add up over several backwards. Replay on every rank
+    in the same order. To capture a module anew, put its `forward` back first.
 
     Args:
         callables: A module or a tuple of modules, each with its weights sharded and without hooks. Also functions, of
@@ -38,14 +48,23 @@ def make_graphed_callables(callables: Any, sample_args: Any, **options: Any) -> 
         RuntimeError, AssertionError: torch's, of what cannot be captured.
     """
     several = callables if isinstance(callables, tuple) else (callables,)
+    modules = [module for module in several if isinstance(module, nn.Module)]
+    weights = dict.fromkeys([w for module in modules for w in module.parameters() if isinstance(w, GTPWeight)])
+    for weight in weights:
+        for handle in weight.handle.graphed:
+            handle.remove()  # not to be captured
+        weight.handle.graphed = ()
     with contextlib.ExitStack() as stack:
-        for module in several:
-            if isinstance(module, nn.Module):
-                runtimes = dict.fromkeys([w.handle.runtime for w in module.parameters() if isinstance(w, GTPWeight)])
-                for runtime in runtimes:
-                    stack.callback(runtime.forget_parts)
-                stack.enter_context(_bracketed(module, [(runtime, runtime.add_part()) for runtime in runtimes]))
-        return torch.cuda.make_graphed_callables(callables, sample_args, **options)
+        for module in modules:
+            runtimes = dict.fromkeys([w.handle.runtime for w in module.parameters() if isinstance(w, GTPWeight)])
+            for runtime in runtimes:
+                stack.callback(runtime.forget_parts)
+            stack.enter_context(_bracketed(module, [(runtime, runtime.add_part()) for runtime in runtimes]))
+        graphed = torch.cuda.make_graphed_callables(callables, sample_args, **options)
+    for weight in weights:
+        if weight.wants_gradient():
+            weight.handle.graphed = _follow(weight)
+    return graphed
 
 
 @contextlib.contextmanager
@@ -68,3 +87,26 @@ def _bracketed(module: nn.Module, parts: Sequence[tuple[GTPRuntime, Part]]) -> I
         if own is not None:
             vars(module)["forward"] = own
         raise
+
+
+def _follow(weight: GTPWeight) -> Sequence[RemovableHandle]:
+    """See [Note: gradients of replays]."""
+    reference = weakref.ref(weight)
+    arrived = False  # and not delivered by the runtime, of which autograd is given None
+
+    def before(grad: torch.Tensor | None) -> torch.Tensor | None:
+        nonlocal arrived
+        arrived = grad is not None
+        target = reference()
+        return grad.clone() if grad is not None and target is not None and target.grad is None else None
+
+    def after(_: torch.Tensor) -> None:
+        target = reference()
+        if arrived and target is not None:
+            target.run_gradient_hooks()
+
+    with plain_access():
+        return (
+            torch.Tensor.register_hook(weight, before),  # type: ignore[no-untyped-call]
+            torch.Tensor.register_post_accumulate_grad_hook(weight, after),  # type: ignore[no-untyped-call]
+        )

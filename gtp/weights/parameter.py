@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from gtp.errors import GTPStateError, GTPValueError, UnsupportedError
 from gtp.ops._common import refused_transform
@@ -48,6 +49,7 @@ class WeightHandle:
     position: int
     grad_dtype: torch.dtype | None
     hooks: OrderedDict[int, Callable[[torch.Tensor], None]] = dataclasses.field(default_factory=OrderedDict)
+    graphed: Sequence[RemovableHandle] = ()  # hooks of torch's: see [Note: gradients of replays]
 
     @property
     def member(self) -> Member:

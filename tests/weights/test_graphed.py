@@ -11,20 +11,20 @@ from torch.utils.checkpoint import checkpoint
 import gtp
 from gtp.testing.collectives import late_collectives
 from gtp.testing.ranks import rank
-from tests.reference import assert_same_gradients, data_parallel_backward
+from tests.reference import assert_same_gradients, data_parallel_backward, full_grad
 
 WARMUPS = 3
 TIMES = WARMUPS + 2
 
 
 class Block(nn.Module):
-    def __init__(self, *, twice: bool = False, recomputed: bool = False):
+    def __init__(self, width: int = 8, *, twice: bool = False, recomputed: bool = False):
         super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.up = nn.Linear(8, 16)
-        self.down = nn.Linear(16, 8)
-        self.out = nn.Linear(8, 8)
-        self.extra = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.out = nn.Linear(width, width)
+        self.extra = nn.Linear(width, width)
         self.twice, self.recomputed = twice, recomputed
         self.uses_extra = True
 
@@ -233,3 +233,80 @@ def _forward_waits():
 
 def test_not_while_a_forward_waits_for_its_backward(ranks):
     ranks(2).run(_forward_waits)
+
+
+class Replay(torch.autograd.Function):
+    """Does to autograd what a graphed layer does: its gradients lie where the next replay writes."""
+
+    @staticmethod
+    def forward(ctx, memory, weight):
+        ctx.memory = memory
+        return torch.zeros((), requires_grad=True)
+
+    @staticmethod
+    def backward(ctx, _):
+        ctx.memory.add_(1.0)
+        return None, ctx.memory.detach()
+
+
+def _replays():
+    capture = Capture()
+    capture.run()
+    capture.run()  # anew: hooks of before are gone
+    weight = capture.sharded.blocks[0].out.weight
+    called = []
+    weight.register_post_accumulate_grad_hook(lambda w: called.append(w.grad.as_subclass(torch.Tensor).sum().item()))
+    for _ in range(2):
+        memory = torch.zeros_like(weight.shard)
+        for replays in range(1, 4):
+            Replay.apply(memory, weight).backward()
+            assert torch.equal(
+                weight.grad.as_subclass(torch.Tensor), torch.full_like(weight.shard, sum(range(replays + 1)))
+            )
+        weight.grad = None
+    assert called == [32.0 * total for total in (1, 3, 6)] * 2
+    # elsewhere nothing changes
+    called.clear()
+    capture.step()
+    assert len(called) == 1
+
+
+def test_gradients_of_replays_add_up_and_hooks_see_them(ranks):
+    ranks(2).run(_replays)
+
+
+def _recomputed_gradients():
+    """torch.autograd.grad and backward(inputs=...) run forwards again, which must see weights and not shards."""
+    capture = Capture(recomputed=True)
+    x = capture.x[rank()][0]
+    loss = capture.sharded(x).square().sum()
+    capture.plain.zero_grad()
+    data_parallel_backward(
+        capture.plain, [xs[0] for xs in capture.x], lambda module, value: module(value).square().sum()
+    )
+    wanted = {name: p.grad for name, p in capture.plain.named_parameters()}
+    weights = {n: p for n, p in capture.sharded.named_parameters() if isinstance(p, gtp.GTPWeight)}
+    grads = torch.autograd.grad(loss, [*weights.values(), x], retain_graph=True)
+    for (name, weight), grad in zip(weights.items(), grads[:-1], strict=True):
+        assert torch.equal(grad[weight.layout.valid_slice], wanted[name][weight.layout.shard_slice])
+    loss.backward(inputs=[*weights.values()])
+    for name, weight in weights.items():
+        assert torch.equal(full_grad(weight), wanted[name])
+    # a weight that the loss does not use
+    for block in capture.sharded.blocks:
+        block.uses_extra = False
+    extra, out = (getattr(capture.sharded.blocks[0], name).weight for name in ("extra", "out"))
+    with pytest.raises(RuntimeError, match="unused"):
+        torch.autograd.grad(capture.sharded(x).sum(), [extra, out])
+    unused, used, of_x = torch.autograd.grad(capture.sharded(x).sum(), [extra, out, x], materialize_grads=True)
+    assert torch.equal(unused, torch.zeros_like(extra.shard))
+    assert used.shape == out.shard.shape
+    assert used.any()
+    assert of_x.shape == x.shape
+    extra.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.autograd.grad(capture.sharded(x).sum(), [extra])
+
+
+def test_gradients_that_are_returned_may_need_forwards_again(ranks):
+    ranks(2).run(_recomputed_gradients)
