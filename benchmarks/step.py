@@ -7,7 +7,7 @@
 `ratio` is the unsharded stack's median over the row's: 1 would be sharding for free. The unsharded stack communicates
 nothing. `wire_mb` is what one rank receives per step; memory is the peak of one step, without the other variants.
 Modes: `eager`; `graphed`, the step is one CUDA graph; `blocks graphed`, an eager loop over blocks that are graphs of
-their own, forward and backward each, by `torch.cuda.make_graphed_callables`.
+their own, forward and backward each, by `gtp.make_graphed_callables`.
 Ranks outnumber GPUs? Then they share one: only `host_ms` and memory mean something.
 """
 
@@ -221,7 +221,11 @@ def run(device: torch.device, args: argparse.Namespace) -> None:
             except Skip as reason:
                 skipped[name] = str(reason)
         for case, tokens in cases:
-            rows += measure(case, tokens, sizes, variants, device, args)
+            rows += measure_eager(case, tokens, sizes, variants, device, args)
+        if device.type == "cuda" and not args.no_graphs:
+            # after all eager rows, whose memory would be that of graphs otherwise
+            for case, tokens in cases:
+                rows += measure_graphs(case, tokens, sizes, variants, device, args)
         del variants
         gc.collect()
         if device.type == "cuda":
@@ -232,30 +236,42 @@ def run(device: torch.device, args: argparse.Namespace) -> None:
     common.write("step", device, rows, args, **fields)
 
 
-def measure(
+def measure_eager(
     case: str, tokens: int, sizes: Sizes, variants: list[Variant], device: torch.device, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Eager rows, then graphed ones, then those of graphed blocks."""
     steps = {v.name: step_of(v.model, sizes, tokens, device)[0] for v in variants}
-    rounds = 3 if args.tiny else 7 if args.quick else 21
-    timings = common.interleave(steps, device, rounds=rounds, iterations=args.iterations)
+    timings = common.interleave(steps, device, rounds=rounds_of(args), iterations=args.iterations)
     extra = {v.name: extra_of(v, steps[v.name], device) for v in variants}
-    rows = common.rows_of(case, "eager", timings, reference="unsharded", extra=extra)
-    if device.type == "cuda" and not args.no_graphs:
-        capturable = [v for v in variants if v.name == "unsharded" or "copy_engine" in v.name]
-        graphs = {v.name: graphed(steps[v.name], device) for v in capturable}
-        timings = common.interleave(graphs, device, rounds=rounds, iterations=args.iterations)
-        rows += common.rows_of(case, "graphed", timings, reference="unsharded")
-        del graphs
-        for variant in variants:
-            variant.model.zero_grad(set_to_none=True)
-        with contextlib.ExitStack() as within:
-            for v in capturable:
-                within.enter_context(blocks_graphed(v.model, step_of(v.model, sizes, tokens, device)[1]))
-            timings = common.interleave(
-                {v.name: steps[v.name] for v in capturable}, device, rounds=rounds, iterations=args.iterations
-            )
-        rows += common.rows_of(case, "blocks graphed", timings, reference="unsharded")
+    return shown(common.rows_of(case, "eager", timings, reference="unsharded", extra=extra))
+
+
+def measure_graphs(
+    case: str, tokens: int, sizes: Sizes, variants: list[Variant], device: torch.device, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Rows of whole steps in a graph, then those of graphed blocks."""
+    rounds = rounds_of(args)
+    capturable = [v for v in variants if v.name == "unsharded" or "copy_engine" in v.name]
+    steps = {v.name: step_of(v.model, sizes, tokens, device)[0] for v in capturable}
+    graphs = {v.name: graphed(steps[v.name], device) for v in capturable}
+    timings = common.interleave(graphs, device, rounds=rounds, iterations=args.iterations)
+    rows = common.rows_of(case, "graphed", timings, reference="unsharded")
+    del graphs
+    for variant in variants:
+        variant.model.zero_grad(set_to_none=True)
+    with contextlib.ExitStack() as within:
+        for v in capturable:
+            within.enter_context(blocks_graphed(v.model, step_of(v.model, sizes, tokens, device)[1]))
+        timings = common.interleave(steps, device, rounds=rounds, iterations=args.iterations)
+    rows += common.rows_of(case, "blocks graphed", timings, reference="unsharded")
+    return shown(rows)
+
+
+def rounds_of(args: argparse.Namespace) -> int:
+    return 3 if args.tiny else 7 if args.quick else 21
+
+
+def shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`rows`, printed."""
     columns = [
         "case",
         "impl",

@@ -73,7 +73,8 @@ REST = """
 | `unshard=`: convolutions, `addmm`, experts in one tensor, attention, parameter lists; checkpointing, hooks, frozen, tied, compile | `tests/weights/test_unshard.py`, `test_lines_hugging_face.py` |
 | DCP checkpoints over 4, 3, 2 and 1 ranks and the plain model; bit-exact resumption | `tests/checkpoint/` |
 | Muon equal to the unsharded one | `tests/optim/test_muon.py` |
-| whole steps in a CUDA graph, layers graphed one by one, one rank late (GPU) | `tests/runtime/test_copy_engine_training.py`, `tests/weights/test_gpu_training.py` |
+| whole steps in a CUDA graph, one rank late (GPU) | `tests/runtime/test_copy_engine_training.py`, `tests/weights/test_gpu_training.py` |
+| layers graphed one by one: checkpointing, repeated use, compute copies, accumulation, hooks (GPU, and what is captured on CPU) | `tests/weights/test_graphed_gpu.py`, `tests/weights/test_graphed.py` |
 
 ## Refused, each by a test
 
