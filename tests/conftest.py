@@ -20,11 +20,29 @@ hypothesis.settings.load_profile("gtp")
 torch.set_num_threads(1)
 
 
+TEMPLATES = pytest.StashKey[RankTemplates | None]()
+"""Of this session's ranks. None where there is a GPU: what its libraries did before a fork does not work after it."""
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """A session over folders will want ranks: their templates import torch beside the collection of its tests."""
+    config = session.config
+    templates = config.stash[TEMPLATES] = None if torch.cuda.is_available() else RankTemplates()
+    folders = all((config.invocation_params.dir / argument).is_dir() for argument in config.args)
+    if templates is not None and folders and not config.option.collectonly:
+        templates.prepare(4)
+
+
+@pytest.hookimpl(trylast=True)  # fixtures end before
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (templates := session.config.stash[TEMPLATES]) is not None:
+        templates.close()
+
+
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPools]:
+def ranks(pytestconfig: pytest.Config) -> Iterator[RankPools]:
     """`ranks(world_size)` is a `RankPool` whose processes live across tests."""
-    # what a GPU's libraries did before a fork does not work after it
-    pools = RankPools(templates=None if torch.cuda.is_available() else RankTemplates())
+    pools = RankPools(templates=pytestconfig.stash[TEMPLATES])
     yield pools
     pools.close()
 
@@ -51,8 +69,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    # what a GPU's libraries did before a fork does not work after it
-    return None if torch.cuda.is_available() else second_process.run(session)
+    templates = session.config.stash[TEMPLATES]
+    return None if templates is None else second_process.run(session, after_fork=templates.leave)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

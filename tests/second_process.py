@@ -20,7 +20,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,8 +35,12 @@ PATIENCE = 280.0
 """Seconds that a test may take in the second process: at low priority, tests take longer."""
 
 
-def run(session: pytest.Session, fewest: int = FEWEST) -> bool | None:
+def run(session: pytest.Session, *, after_fork: Callable[[], None] = lambda: None, fewest: int = FEWEST) -> bool | None:
     """Runs the tests of a session in two processes; or does nothing and answers None: pytest is to run them.
+
+    Args:
+        after_fork: Called in the second process before its tests: lets go of what is the first's alone.
+        fewest: Tests without ranks that it is worth it for.
 
     Raises:
         pytest.Session.Failed: as many tests failed as may.
@@ -48,7 +52,7 @@ def run(session: pytest.Session, fewest: int = FEWEST) -> bool | None:
     if options.collectonly or session.testsfailed or may_talk or len(without) < fewest:
         return None
     session.items = [*with_ranks, *without, *of_programs]
-    with SecondProcess(session, without) as second:
+    with SecondProcess(session, without, after_fork) as second:
         for item, following in _with_next(itertools.chain(with_ranks, second.left_over(), of_programs)):
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             _stop_if_told(session)
@@ -67,9 +71,10 @@ class SecondProcess:
     Args:
         session: Has collected its tests, and run none.
         items: Those that the second process may run.
+        after_fork: Called in the second process first.
     """
 
-    def __init__(self, session: pytest.Session, items: Sequence[pytest.Item]) -> None:
+    def __init__(self, session: pytest.Session, items: Sequence[pytest.Item], after_fork: Callable[[], None]) -> None:
         self._session = session
         self._config: Any = session.config
         self._items = items
@@ -89,7 +94,7 @@ class SecondProcess:
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
             self._pid = os.fork()
         if self._pid == 0:
-            self._run_and_exit(capture)
+            self._run_and_exit(capture, after_fork)
         # a Ctrl-C is for the first process alone
         os.setpgid(self._pid, self._pid)
         capture.start_global_capturing()
@@ -155,12 +160,13 @@ class SecondProcess:
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         _stop_if_told(self._session)
 
-    def _run_and_exit(self, capture: Any) -> NoReturn:
+    def _run_and_exit(self, capture: Any, after_fork: Callable[[], None]) -> NoReturn:
         """All that the second process does."""
         first = os.getppid()
         code = 1
         try:
             os.nice(NICENESS)
+            after_fork()
             _print_to(self._folder / "printed")
             capture.start_global_capturing()
             capture.suspend_global_capture()

@@ -46,7 +46,7 @@ def session(folder: Path, code: str, *arguments: str) -> tuple[str, list[str]]:
     (folder / "test_it.py").write_text(code)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", "-rA", *arguments]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    ended = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=250, check=False)
     output = ended.stdout + ended.stderr
     progress = output.partition("short test summary")[0].partition("= FAILURES")[0]
     return output, re.findall(r"^test_it.py::test_(\S+) .*%]$", progress, re.MULTILINE)

@@ -1,5 +1,7 @@
 """How the processes of ranks start: afresh, or forked from templates that have imported torch and did nothing else.
 
+That includes torch._dynamo, which the first step of every optimizer imports: more than a second.
+
 Importing torch takes seconds, so pools that start often, because tests make ranks fail, share templates. There is one
 for each rank number, and the ranks of a pool come from different ones: they hash differently and hold objects at other
 addresses, as ranks that are started one by one do. Templates are for ranks on CPUs: what a GPU's libraries did before a
@@ -11,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import importlib
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -164,11 +167,19 @@ class RankTemplates:
 
     def prepare(self, world_size: int) -> None:
         """Starts the templates of so many ranks; they import while the caller goes on."""
-        for number in range(world_size):
-            if number == len(self._templates):
-                self._templates.append(_Template(number))
-            elif not self._templates[number].process.is_alive():
-                self._templates[number] = _Template(number)
+        with one_thread():
+            for number in range(world_size):
+                if number == len(self._templates):
+                    self._templates.append(_Template(number))
+                elif not self._templates[number].process.is_alive():
+                    self._templates[number] = _Template(number)
+
+    def leave(self) -> None:
+        """In a fork of the process that started them: they are that one's alone."""
+        atexit.unregister(self.close)
+        for template in self._templates:
+            template.pipe.close()
+        self._templates = []
 
     def fork(self, start: rank_worker.Start) -> tuple[ForkedRank, Connection]:
         """A rank that runs `rank_worker.main(start, pipe)` in this process's environment, and this side of its pipe."""
@@ -187,6 +198,7 @@ class RankTemplates:
 def main(pipe: Connection) -> None:
     """Entry point of a template: forks a rank per `(serial, start, surroundings)` and says when it began and ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    importlib.import_module("torch._dynamo")
     gc.collect()
     gc.freeze()
     context = multiprocessing.get_context("fork")
