@@ -154,6 +154,19 @@ def _is_main(ranks: Ranks, stream: int) -> bool:
     return stream in [driver.main for driver in ranks.drivers]
 
 
+def test_short_operations_make_every_move():
+    """Among themselves they would stay in order without consent to send; in turn with graphs they would not."""
+    with sizes(split=False):
+        ranks = Ranks(3)
+        ranks.scatter(1, 3, 4, [2])
+        ranks.gather(2, 3, 4, [2], known=True)
+        for rank, driver in enumerate(ranks.drivers):
+            queued = [op.what for op in ranks.machine.queues[rank, driver.main]]
+            assert len([what for what in queued if what.startswith("flag")]) == 2 * 2 * (3 - 1)
+            assert not [what for what in queued if what.startswith(("record", "wait"))]
+        ranks.finish(0)
+
+
 def test_a_capture_that_would_grow_the_workspace_is_refused():
     ranks = Ranks(2)
     ranks.gather(1, 2, 2, [3], whole=True)
