@@ -27,7 +27,8 @@ TEMPLATES = pytest.StashKey[RankTemplates | None]()
 def pytest_sessionstart(session: pytest.Session) -> None:
     """A session over folders will want ranks: their templates import torch beside the collection of its tests."""
     config = session.config
-    templates = config.stash[TEMPLATES] = None if torch.cuda.is_available() else RankTemplates()
+    # an optimizer's first step imports torch._dynamo, which takes more than a second
+    templates = config.stash[TEMPLATES] = None if torch.cuda.is_available() else RankTemplates(["torch._dynamo"])
     folders = all((config.invocation_params.dir / argument).is_dir() for argument in config.args)
     if templates is not None and folders and not config.option.collectonly:
         templates.prepare(4)

@@ -1,7 +1,5 @@
 """How the processes of ranks start: afresh, or forked from templates that have imported torch and did nothing else.
 
-That includes torch._dynamo, which the first step of every optimizer imports: more than a second.
-
 Importing torch takes seconds, so pools that start often, because tests make ranks fail, share templates. There is one
 for each rank number, and the ranks of a pool come from different ones: they hash differently and hold objects at other
 addresses, as ranks that are started one by one do. Templates are for ranks on CPUs: what a GPU's libraries did before a
@@ -21,7 +19,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess, SpawnProcess
 from multiprocessing.reduction import recv_handle, send_handle
@@ -109,11 +107,11 @@ class ForkedRank:
 class _Template:
     """The parent's side of one template."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, imports: Sequence[str]) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         # no daemon: these may not have children. It ends when the pipe does
-        self.process: SpawnProcess = context.Process(target=main, args=(theirs,), name=f"gtp-template{number}")
+        self.process: SpawnProcess = context.Process(target=main, args=(theirs, imports), name=f"gtp-template{number}")
         self.process.start()
         theirs.close()
         self.ranks: dict[int, ForkedRank] = {}
@@ -158,9 +156,14 @@ class _Template:
 
 
 class RankTemplates:
-    """Templates by rank number, started when first needed. `close` ends them, and ranks that were forked from them."""
+    """Templates by rank number, started when first needed. `close` ends them, and ranks that were forked from them.
 
-    def __init__(self) -> None:
+    Args:
+        imports: Modules of torch that they import, too: those that `import torch` leaves for later.
+    """
+
+    def __init__(self, imports: Sequence[str] = ()) -> None:
+        self._imports = imports
         self._templates: list[_Template] = []
         # multiprocessing waits for processes that are no daemons when Python ends; this runs before
         atexit.register(self.close)
@@ -170,9 +173,9 @@ class RankTemplates:
         with one_thread():
             for number in range(world_size):
                 if number == len(self._templates):
-                    self._templates.append(_Template(number))
+                    self._templates.append(_Template(number, self._imports))
                 elif not self._templates[number].process.is_alive():
-                    self._templates[number] = _Template(number)
+                    self._templates[number] = _Template(number, self._imports)
 
     def leave(self) -> None:
         """In a fork of the process that started them: they are that one's alone."""
@@ -195,10 +198,11 @@ class RankTemplates:
         self._templates = []
 
 
-def main(pipe: Connection) -> None:
+def main(pipe: Connection, imports: Sequence[str]) -> None:
     """Entry point of a template: forks a rank per `(serial, start, surroundings)` and says when it began and ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    importlib.import_module("torch._dynamo")
+    for name in imports:
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()
     context = multiprocessing.get_context("fork")
