@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from gtp.testing.collectives import collective_log
 from gtp.testing.ranks import rank
+from tests.compiling import fresh_compiler
 from tests.modules.llama import Llama, batch
 
 GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
@@ -46,19 +47,20 @@ def assert_same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
 def compiled(fused: bool) -> int:
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    want = losses_and_gradients(build(fused), steps=4)
-    model = build(fused)
-    for block in model.blocks:
-        block.compile(backend=counter)
-    got = losses_and_gradients(model, steps=2)
-    settled = counter.frame_count
-    got += losses_and_gradients(model, steps=4)[len(got) :]
-    for a, b in zip(got, want, strict=True):
-        # what lies between the GEMMs (norms, attention) is traced in another decomposition than eager's: fp32 roundoffs
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert counter.frame_count == settled
+    with fresh_compiler():
+        counter = CompileCounterWithBackend("aot_eager")
+        want = losses_and_gradients(build(fused), steps=4)
+        model = build(fused)
+        for block in model.blocks:
+            block.compile(backend=counter)
+        got = losses_and_gradients(model, steps=2)
+        settled = counter.frame_count
+        got += losses_and_gradients(model, steps=4)[len(got) :]
+        for a, b in zip(got, want, strict=True):
+            # what lies between the GEMMs (norms, attention) is traced in another decomposition than eager's: fp32
+            # roundoffs
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        assert counter.frame_count == settled
     return settled
 
 

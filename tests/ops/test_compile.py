@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from gtp.ops import embedding, grouped_linear, layernorm_linear, linear
 from gtp.testing.fakes import FakeDistributedWeight
+from tests.compiling import fresh_compiler
 from tests.ops.managed import exact_fake, plain_weight
 
 Weights = list[torch.Tensor]
@@ -49,9 +50,14 @@ MAKERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def compiler() -> Iterator[None]:
+    with fresh_compiler():
+        yield
+
+
 @pytest.mark.parametrize("kind", MAKERS)
 def test_compiled_is_eager_and_settles(kind: str) -> None:
-    torch._dynamo.reset()
     weights, twins = problem(MAKERS[kind]), problem(MAKERS[kind])
     compiled = torch.compile(model, backend="aot_eager")
     ids = torch.tensor([1, 2, 3, 3, 0, 9])
@@ -72,14 +78,12 @@ def test_compiled_is_eager_and_settles(kind: str) -> None:
 
 
 def test_plain_weights_are_one_graph() -> None:
-    torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     x, ids, weights = torch.randn(6, 4), torch.tensor([1, 2, 3, 3, 0, 9]), problem(plain_weight)
     assert torch.equal(compiled(x, ids, weights), model(x, ids, weights))
 
 
 def test_full_graphs_over_a_distributed_weight_are_refused_clearly() -> None:
-    torch._dynamo.reset()
     weight = exact_fake(torch.randn(3, 4))
     compiled = torch.compile(lambda x: linear(x, weight), backend="aot_eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="linear"):

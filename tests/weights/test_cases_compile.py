@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 
 import gtp
 from gtp.testing.ranks import rank
+from tests.compiling import fresh_compiler
 from tests.reference import assert_same_parameters, data_parallel_backward
 from tests.weights.side_by_side import inputs, sgd, square
 
@@ -24,16 +24,6 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(F.silu(self.up(self.norm(x)))) * 0.5
-
-
-@contextmanager
-def _fresh_compiler():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    try:
-        yield
-    finally:
-        torch._dynamo.reset()
 
 
 def _compile(how, model, group):
@@ -58,7 +48,7 @@ def _compiled_training(how):
     plain = nn.Sequential(*[Block() for _ in range(2)])
     sharded = copy.deepcopy(plain)
     graphs = []
-    with _fresh_compiler():
+    with fresh_compiler():
         called = _compile(how, sharded, dist.group.WORLD)
         optimizers = [sgd(model.parameters()) for model in (plain, sharded)]
         for step in range(5):
@@ -91,7 +81,7 @@ def _full_graph():
     model = nn.Sequential(Block(), Block())
     gtp.shard_model(model, dist.group.WORLD)
     x = inputs(0, 3, 16)[rank()]
-    with _fresh_compiler():
+    with fresh_compiler():
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
             compiled(x)

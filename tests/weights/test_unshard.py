@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gtp
 from gtp.testing.ranks import rank
+from tests.compiling import fresh_compiler
 from tests.reference import data_parallel_backward
 from tests.weights.side_by_side import ROUNDED, SideBySide, inputs, square
 from tests.weights.unshard_kinds import KINDS, Attention, Conv1D, Experts, Lists, Sparse, model_of
@@ -302,12 +303,11 @@ def test_inference_mode_in_another_dtype(ranks, size):
 
 
 def _compiled():
-    torch._dynamo.reset()
     twins = SideBySide(lambda: nn.Sequential(nn.Linear(8, 8), Experts(), nn.Linear(8, 8)), unshard="*")
-    called = torch.compile(twins.sharded, backend="aot_eager")
-    for step in range(3):
-        twins.step(inputs(step, 10, 8), lambda model, x: square(called if model is twins.sharded else model, x))
-    torch._dynamo.reset()
+    with fresh_compiler():
+        called = torch.compile(twins.sharded, backend="aot_eager")
+        for step in range(3):
+            twins.step(inputs(step, 10, 8), lambda model, x: square(called if model is twins.sharded else model, x))
 
 
 def test_compiled_models_run_the_module_outside_of_graphs(ranks):
