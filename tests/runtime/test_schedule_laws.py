@@ -114,7 +114,7 @@ def test_processes_with_other_hash_seeds_decide_alike() -> None:
             env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=250,
             check=False,
         )
         assert child.returncode == 0, child.stderr

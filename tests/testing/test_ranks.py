@@ -378,7 +378,7 @@ def test_ranks_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     path.write_text(script)
     root = str(Path(__file__).parents[2])
     env = {**os.environ, "PYTHONPATH": root}
-    done = subprocess.run([sys.executable, str(path)], stdout=subprocess.PIPE, env=env, timeout=100, check=False)
+    done = subprocess.run([sys.executable, str(path)], stdout=subprocess.PIPE, env=env, timeout=250, check=False)
     assert done.returncode == -signal.SIGKILL
     _wait_for_the_end_of([int(pid) for pid in done.stdout.split()])
 
