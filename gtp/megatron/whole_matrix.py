@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 import torch
 
 from gtp.megatron.weight import MegatronGTPWeight
-from gtp.runtime.runtime import gather_now
+from gtp.runtime.process_group import gather_now
 
 _WEIGHT: Final = "gtp_weight"  # on an fp32 master copy, a weak reference to the weight it belongs to
 

@@ -87,7 +87,7 @@ class BackwardTracker:
             on_death = self._on_death
             self._tasks[task] = weakref.ref(ended, lambda _: on_death())
             Variable._execution_engine.queue_callback(ended)
-            if len(self._tasks) == 1 and (node := _node_around()) is not None:
+            if len(self._tasks) == 1 and (node := node_around()) is not None:
                 self._expected.append(_Outer(node, self._join))
         self.current = task
 
@@ -140,7 +140,7 @@ class _Outer:
         self._handles.clear()
 
 
-def _node_around() -> Any:
+def node_around() -> Any:
     """The Python node of an outer backward in which the present one was called; None if it is the outermost."""
     frame: Any = sys._getframe()
     while frame is not None and frame.f_code is not _engine_run_backward.__code__:

@@ -4,8 +4,8 @@
 streams that have joined by its end. So a capture has buffer pools of its own, which end with it, and copies that were
 gathered outside are not used inside, nor the reverse. A line that begins inside a capture (forward and backward of a
 whole step) prefetches as eager code does, since it also ends inside. So do the lines of a part, which
-`gtp.make_graphed_callables` captures (see [Note: parts]). In any other capture that holds less than a line, every consume
-gathers on demand and is done before the next.
+`gtp.make_graphed_callables` captures (see [Note: parts]). In any other capture that holds less than a line, every
+consume gathers on demand and is done before the next.
 """
 
 from __future__ import annotations

@@ -40,6 +40,10 @@ class ShardOwner(Protocol):
         """The target is complete, in the order of the current stream. Once per backward."""
         ...
 
+    def swap_gradient(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """Makes `grad` its `.grad`, and returns what that was, as autograd or the runtime left it."""
+        ...
+
     def mark_held(self) -> GradientMark | None:
         """A gradient of it is held unreduced: see [Note: zeroing what is not there]. None: zeroing is not noticed."""
         ...

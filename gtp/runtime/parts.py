@@ -12,16 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from gtp.runtime.backward import NO_TASK
 from gtp.runtime.group import WeightGroup
 from gtp.runtime.schedule import Schedule
 
 
-class Stretch:
-    """What belongs to lines of one kind: those of the whole model, or those of a part's forward or backward.
+class Scope:
+    """What lines of one kind have in common: those of the whole model, or those of a part's forward or backward.
 
     Args:
-        schedule: Predicts its consumes.
-        groups: What it may use: their shards are made current when a line of it begins.
+        schedule: Predicts their consumes.
+        groups: What they may use: the shards that are made current when one begins.
     """
 
     __slots__ = ("groups", "indices", "schedule")
@@ -31,7 +32,7 @@ class Stretch:
         self.use(groups)
 
     def use(self, groups: Sequence[WeightGroup]) -> None:
-        """Only these, from the next line on."""
+        """These and no others."""
         self.groups = groups
         self.indices = frozenset([group.index for group in groups])
 
@@ -45,4 +46,39 @@ class Part:
     """
 
     def __init__(self, new_schedule: Callable[[], Schedule], groups: Sequence[WeightGroup]) -> None:
-        self.forward, self.backward = [Stretch(new_schedule(), groups) for _ in range(2)]
+        self.forward, self.backward = [Scope(new_schedule(), groups) for _ in range(2)]
+
+
+class Parts:
+    """The parts that are being captured, and whose backward is which.
+
+    Attributes:
+        added: The parts.
+        task: The backward of a part that began last, by the engine's id; `NO_TASK` where it was inside of another one.
+    """
+
+    def __init__(self) -> None:
+        self.added: list[Part] = []
+        self._waiting: dict[int, list[Part]] = {}
+        self.task = NO_TASK
+
+    def await_backward(self, part: Part) -> None:
+        """Its forward has run. Where parts share a weight, backwards come in the reverse order of the forwards."""
+        for index in part.forward.indices:
+            self._waiting.setdefault(index, []).append(part)
+
+    def begin_backward(self, index: int) -> Part | None:
+        """The part whose backward a use of this group begins, if it is one's."""
+        waiting = self._waiting.get(index)
+        if not waiting:
+            return None
+        part = waiting[-1]
+        for parts in self._waiting.values():
+            if part in parts:
+                parts.remove(part)
+        return part
+
+    def forget(self) -> None:
+        """They are captured."""
+        self.added.clear()
+        self._waiting.clear()

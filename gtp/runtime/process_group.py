@@ -167,3 +167,14 @@ class ProcessGroupTransport(Transport):
             if accumulate:
                 total += into
             into.copy_(total)
+
+
+def gather_now(shard: torch.Tensor, process_group: dist.ProcessGroup) -> torch.Tensor:
+    """All ranks' shards, one after the other along dim 0, in fresh memory. Collective, outside every schedule."""
+    size = process_group.size()
+    out = torch.empty((shard.shape[0] * size, *shard.shape[1:]), dtype=shard.dtype, device=shard.device)
+    if size == 1:
+        out.copy_(shard)
+    else:
+        dist.all_gather_into_tensor(out, shard.contiguous(), group=process_group)
+    return out

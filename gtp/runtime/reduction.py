@@ -105,8 +105,7 @@ class Reducer:
 
         Args:
             at_once: Whether they are complete now, in the order of the current stream; else when backward ends. The
-                second one of a weight is complete now in any case, and so is the first, since autograd adds them up;
-                and so are those that autograd converts to the dtype of the shard.
+                second one of a weight is complete now in any case, and so is the first, since autograd adds them up.
         """
         if len(wgrads) > 1:
             self._require_order(group, wgrads)
@@ -114,9 +113,9 @@ class Reducer:
         padded = self._alike(group, self._take_all(group, wgrads))
         into = [self._owner(member).new_gradient() for member in group.members]
         self._send(group, padded, into, [False] * len(into))
-        read = [m in self._returned or m.shard.dtype != t.dtype for m, t in zip(group.members, into, strict=True)]
+        at_once = at_once or not self._returned.isdisjoint(group.members)
         self._returned.update(group.members)
-        while self._in_flight and (at_once or any(read)):
+        while self._in_flight and at_once:
             self._finish_oldest()
         return into
 

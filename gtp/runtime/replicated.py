@@ -181,9 +181,11 @@ class ReplicatedGradients:
         mine = weakref.ref(self)
         reference = entry.parameter
 
-        def before_accumulation(grad: torch.Tensor) -> torch.Tensor | None:
+        def before_accumulation(grad: torch.Tensor | None) -> torch.Tensor | None:
             owner, target = mine(), reference()
-            return None if owner is None or target is None else owner._on_arrival(entry, target, grad)
+            if grad is None or owner is None or target is None:  # a function may have no gradient for it
+                return None
+            return owner._on_arrival(entry, target, grad)
 
         refuse_other_owner(entry.name, parameter, self)
         parameter._backward_hooks = _TensorHooks(before_accumulation, mine, parameter._backward_hooks)
@@ -206,7 +208,7 @@ class ReplicatedGradients:
             )
         task = backward_task()
         if task != self._task:  # asking takes long, and what a backward does with one leaf it does with all
-            self._task, self.returns_gradients = task, _is_returned(parameter)
+            self._task, self.returns_gradients = task, is_returned(parameter)
         if self.returns_gradients:
             return self._returned(entry, parameter, grad)
         self._on_gradient()
@@ -289,10 +291,11 @@ def _as_real(grad: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
 
 
-def _is_returned(parameter: torch.nn.Parameter) -> bool:
+def is_returned(parameter: torch.Tensor) -> bool:
     """Whether the running backward is a `torch.autograd.grad`, in which only parameters that it asks for arrive."""
     try:
-        torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
+        with torch._C.DisableTorchFunctionSubclass():
+            torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
     except RuntimeError:  # torch's answer for a leaf that it was asked for
         return True
     return False

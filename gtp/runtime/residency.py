@@ -10,7 +10,7 @@ import torch
 from gtp.errors import GTPStateError
 from gtp.runtime.buffers import Buffer, BufferPool, nbytes_of
 from gtp.runtime.group import WeightGroup
-from gtp.runtime.parts import Stretch
+from gtp.runtime.parts import Scope
 from gtp.runtime.schedule import Phase, Schedule
 from gtp.runtime.transport import Transport
 
@@ -54,8 +54,8 @@ class Gatherer:
         before_gather: Callable[[WeightGroup], bool] | None = None,
     ) -> None:
         self._groups = groups
-        self._whole = Stretch(schedule, groups)
-        self._stretch = self._whole  # to which the open line belongs, or the next one
+        self._whole = Scope(schedule, groups)
+        self._scope = self._whole  # to which the open line belongs, or the next one
         self._schedule = schedule  # its schedule
         self._pool = pool
         self._transport = transport
@@ -84,15 +84,15 @@ class Gatherer:
     def close_line(self) -> None:
         """Shards may be written once this returns."""
         self._end_line(self._schedule.close().drop)
-        if self._stretch is not self._whole:
+        if self._scope is not self._whole:
             used = dict.fromkeys([index for index, _ in self._schedule.trace])
-            self._stretch.use([self._groups[index] for index in used])
+            self._scope.use([self._groups[index] for index in used])
             self._enter(self._whole)
 
-    def open_part(self, stretch: Stretch) -> None:
+    def open_part(self, scope: Scope) -> None:
         """A forward or a backward of a part begins: see [Note: parts]. It ends with `close_line`."""
         self.require_no_line()
-        self._enter(stretch)
+        self._enter(scope)
         self.open_line()
 
     @property
@@ -102,7 +102,7 @@ class Gatherer:
     @property
     def in_part(self) -> bool:
         """Whether the open line is a part's."""
-        return self._stretch is not self._whole
+        return self._scope is not self._whole
 
     def consume(self, group: WeightGroup, phase: Phase, *, inside: bool) -> list[torch.Tensor]:
         """The full weights of `group` for one GEMM. Each tensor is its own lease."""
@@ -170,9 +170,9 @@ class Gatherer:
         for copy in self._resident.values():
             self._pool.let_go(copy.buffer)
         self._resident.clear()
-        self._schedule.reset()
+        for scope in dict.fromkeys([self._scope, self._whole]):
+            scope.schedule.reset()
         self._enter(self._whole)
-        self._schedule.reset()
         self._pool = pool
         self._capture = capture
 
@@ -187,7 +187,7 @@ class Gatherer:
             self._finish_all()
             self._transport.close()
         self._interrupted = False
-        self._open(self._stretch.groups if was_open else [group])
+        self._open(self._scope.groups if was_open else [group])
         try:
             copy = self._start(group)
             full = self._hand_out(group, copy)
@@ -208,12 +208,12 @@ class Gatherer:
             self._line = None
             self._interrupted = False
 
-    def _enter(self, stretch: Stretch) -> None:
-        self._stretch, self._schedule = stretch, stretch.schedule
+    def _enter(self, scope: Scope) -> None:
+        self._scope, self._schedule = scope, scope.schedule
 
     def _publish(self) -> None:
         """Begins a line."""
-        self._open(self._stretch.groups)
+        self._open(self._scope.groups)
         self._line = self._capture
         self._interrupted = False
 
@@ -236,7 +236,7 @@ class Gatherer:
 
     def _start(self, group: WeightGroup) -> _Copy:
         index = group.index
-        if index not in self._stretch.indices:
+        if index not in self._scope.indices:
             self._widen(group)
         if self._interrupted:
             self._publish()
@@ -257,7 +257,7 @@ class Gatherer:
 
     def _widen(self, group: WeightGroup) -> None:
         """The part uses a group that it did not use in its warm-up."""
-        self._stretch.use([*self._stretch.groups, group])
+        self._scope.use([*self._scope.groups, group])
         if not self._interrupted:
             self._finish_all()
             self._transport.close()

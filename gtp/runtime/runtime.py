@@ -11,32 +11,30 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 
 from gtp.config import GTPConfig
 from gtp.errors import GTPStateError, UnsupportedError
-from gtp.runtime.backward import NO_TASK, BackwardTracker, backward_task
+from gtp.runtime.backward import NO_TASK, BackwardTracker, backward_task, node_around
+from gtp.runtime.bracket import Bracket
 from gtp.runtime.capture import current_capture
 from gtp.runtime.checked import CheckedTransport
 from gtp.runtime.gloo_exit import wait_for_gloo_at_exit
-from gtp.runtime.group import WeightGroup
-from gtp.runtime.parts import Part
+from gtp.runtime.group import ShardOwner, WeightGroup
+from gtp.runtime.parts import Part, Parts
 from gtp.runtime.pools import make_pools, prefetch_window, reduce_window
 from gtp.runtime.reduction import Reducer
-from gtp.runtime.replicated import ReplicatedGradients
+from gtp.runtime.replicated import ReplicatedGradients, is_returned
 from gtp.runtime.residency import Gatherer
+from gtp.runtime.returned import ReturnedGradients
 from gtp.runtime.schedule import Phase, Schedule
 from gtp.runtime.stats import RuntimeStats
 from gtp.runtime.tracing import dispatch_modes, fx_trace, jit_trace, refuse_tracing
 from gtp.runtime.transport import Transport
 
 _log = logging.getLogger("gtp")
-
-# What torch.compile(fullgraph=True) shows a user.
-WHY_GRAPHS_BREAK = "gtp gathers weights and reduces gradients outside of graphs: compile without fullgraph=True"
 
 
 class GTPRuntime:
@@ -65,15 +63,15 @@ class GTPRuntime:
         self._on_cuda = device.type == "cuda"  # where there are captures
         self._capture = 0
         self._gradients_returned = False
-        self._parts: list[Part] = []  # those that are being captured
-        self._backwards: dict[int, Part] = {}  # of parts whose forward has run, by the groups that it used
+        self._parts = Parts()
+        self._returned = ReturnedGradients()
         self._in_forward = False
         self._opening = False
         self.replicated = ReplicatedGradients(
             transport, mean=config.grad_reduce == "mean", on_gradient=_weakly(self._enter_backward)
         )
         self._backward = BackwardTracker(
-            _weakly(self._end_of_backward), self.replicated.abandon, _weakly(self._abandon)
+            _weakly(self._end_of_backward), _weakly(self._put_gradients_back), _weakly(self._abandon)
         )
 
     # -- building ------------------------------------------------------------------------------------------------
@@ -126,7 +124,7 @@ class GTPRuntime:
 
     def attach(self, root: torch.nn.Module) -> None:
         """Brackets the forwards of `root`: within them weights are prefetched."""
-        bracket = _Bracket(self)
+        bracket = Bracket(self)
         root.register_forward_pre_hook(bracket.before)
         root.register_forward_hook(bracket.after, always_call=True)
 
@@ -157,9 +155,11 @@ class GTPRuntime:
 
     def add_part(self) -> Part:
         """A module is about to be captured by itself: its forwards run inside `part_forward`, until `forget_parts`."""
-        self.start()
-        self._parts.append(Part(self._new_schedule, self._groups))
-        return self._parts[-1]
+        with torch.inference_mode(False):
+            self.start()
+        part = Part(self._new_schedule, self._groups)
+        self._parts.added.append(part)
+        return part
 
     @contextmanager
     def part_forward(self, part: Part) -> Iterator[None]:
@@ -169,28 +169,42 @@ class GTPRuntime:
         Raises:
             GTPStateError: a forward of the model waits for its backward.
         """
-        if part not in self._parts or self._in_forward or backward_task() != NO_TASK:
+        if part not in self._parts.added or self._in_forward or backward_task() != NO_TASK:
             yield
             return
-        self._ready()
-        self.replicated.hook_trainable()
+        with torch.inference_mode(False), torch.no_grad():
+            self._ready()
+            self.replicated.hook_trainable()
+            self._gatherer.open_part(part.forward)
+        self._in_forward = True
         try:
-            with torch.no_grad():
-                self._gatherer.open_part(part.forward)
-            self._in_forward = True
             yield
             self._in_forward = False
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 self._gatherer.close_line()
         except BaseException:
             self._abandon()
             raise
-        self._backwards.update(dict.fromkeys(part.forward.indices, part))
+        if torch.is_grad_enabled():
+            self._parts.await_backward(part)
 
     def forget_parts(self) -> None:
         """The parts are captured."""
-        self._parts.clear()
-        self._backwards.clear()
+        self._parts.forget()
+
+    def gradient_returned(self, owner: ShardOwner, grad: torch.Tensor) -> torch.Tensor | None:
+        """For a hook of autograd's: a reduced gradient of a shard is about to be accumulated, or returned.
+
+        Returns:
+            The gradient to go on with; None: this one.
+        """
+        if self._parts.added or (self._on_cuda and current_capture(self.device)):
+            return None  # the graph that is captured returns it
+        if is_returned(cast("torch.Tensor", owner)):
+            return grad.clone()  # the next replay writes where this one is
+        self._ready()
+        self._returned.arrive(owner)
+        return None
 
     def before_write(self, groups: Sequence[WeightGroup]) -> None:
         """Shards of these groups are about to be written in place."""
@@ -216,8 +230,8 @@ class GTPRuntime:
         else:
             if phase is Phase.FORWARD:
                 phase = Phase.RECOMPUTE
-            if self._backwards:
-                self._enter_part(group)
+            if self._parts.added:
+                self._enter_part(group, task)
         if self.config.debug:
             self._transport.agree(group.process_group, f"use {group.name} in {phase.name.lower()}")
         if torch.is_inference_mode_enabled():
@@ -228,8 +242,9 @@ class GTPRuntime:
 
     def grad_buffer(self, group: WeightGroup, position: int) -> torch.Tensor:
         """Where the wgrad of one member goes, `[rows, *trailing]`."""
-        if self._ready() != NO_TASK and self._backwards:
-            self._enter_part(group)
+        task = self._ready()
+        if self._parts.added and task != NO_TASK:
+            self._enter_part(group, task)
         return self._reducer.grad_buffer(group, position)
 
     def finalize(self, group: WeightGroup, wgrads: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
@@ -241,8 +256,9 @@ class GTPRuntime:
         """
         task = self._ready()
         if self._gradients_returned:
-            # at the end of a part's backward nothing has read them; another backward may be inside of a larger one
-            return self._reducer.reduce_returned(group, wgrads, at_once=not self._gatherer.in_part)
+            # at the end of a part's own backward nobody has read them; who runs one inside of it may
+            at_once = not self._gatherer.in_part or task != self._parts.task
+            return self._reducer.reduce_returned(group, wgrads, at_once=at_once)
         self._reducer.finalize(group, wgrads)
         if task == NO_TASK:
             try:
@@ -364,10 +380,10 @@ class GTPRuntime:
             self.replicated.hook_trainable()
         return self._gatherer.consume(group, phase, inside=inside)
 
-    def _enter_part(self, group: WeightGroup) -> None:
+    def _enter_part(self, group: WeightGroup, task: int) -> None:
         """A backward uses a group: if it is one of a part and has just begun, its line does, too."""
-        part = self._backwards.get(group.index)
-        if part is not None and not self._gatherer.line_open:
+        if not self._gatherer.line_open and (part := self._parts.begin_backward(group.index)) is not None:
+            self._parts.task = task if node_around() is None else NO_TASK
             self._gatherer.open_part(part.backward)
 
     def _enter_backward(self) -> None:
@@ -379,11 +395,21 @@ class GTPRuntime:
         self._backward.forget()
         self._in_forward = self._opening = False
         self._reducer.abandon()
-        self.replicated.abandon()
+        self._put_gradients_back()
         self._gatherer.drop_all()
 
+    def _put_gradients_back(self) -> None:
+        self.replicated.abandon()
+        self._returned.abandon()
+
     def _end_of_backward(self) -> None:
+        # `.grad` must be what it was when the reducer delivers
+        returned = self._returned.collect() if self._returned.aside else None
         owners = self._reducer.end_backward()
+        if returned is not None:
+            others = self._returned.deliver(returned)
+            if not self._reducer.accumulate_only:  # which ends with no sum complete
+                owners = list(dict.fromkeys([*owners, *others]))
         parameters = self.replicated.end_backward()
         self._gatherer.close_line()
         self._backward.forget()
@@ -404,24 +430,6 @@ class GTPRuntime:
         )
 
 
-class _Bracket:
-    """A runtime's hooks around a forward. Who copies or pickles the model comes from them to `GTPRuntime.__reduce__`,
-    which says what to do."""
-
-    def __init__(self, runtime: GTPRuntime) -> None:
-        self._runtime = runtime
-        # Dynamo must not trace the bookkeeping. Decorated here and not at import, which would load Dynamo for
-        # everybody.
-        self._enter = torch.compiler.disable(runtime.enter_forward, reason=WHY_GRAPHS_BREAK)
-        self._leave = torch.compiler.disable(runtime.exit_forward, reason=WHY_GRAPHS_BREAK)
-
-    def before(self, module: torch.nn.Module, args: Any) -> None:
-        self._enter()
-
-    def after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        self._leave()
-
-
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
     """`method` for a part of its object to call: without it, deleting a model would free its memory only when the
     cyclic garbage collector comes by."""
@@ -433,14 +441,3 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
             bound()
 
     return call
-
-
-def gather_now(shard: torch.Tensor, process_group: dist.ProcessGroup) -> torch.Tensor:
-    """All ranks' shards, one after the other along dim 0, in fresh memory. Collective, outside every schedule."""
-    size = process_group.size()
-    out = torch.empty((shard.shape[0] * size, *shard.shape[1:]), dtype=shard.dtype, device=shard.device)
-    if size == 1:
-        out.copy_(shard)
-    else:
-        dist.all_gather_into_tensor(out, shard.contiguous(), group=process_group)
-    return out

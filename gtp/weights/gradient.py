@@ -117,6 +117,13 @@ class ShardWithGradient(LocalShard, torch.Tensor):
                 # one that was laid out otherwise; or, in a group of one, what autograd accumulated in the meantime
                 _set_grad(self, plain_gradient(grad.add_(target)))
 
+    def swap_gradient(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """Makes `grad` the `.grad`, as it is, and returns what that was."""
+        with _plain():
+            before = _get_grad(self)
+            _set_grad(self, grad)
+        return before
+
     def mark_held(self) -> GradientMark | None:
         """`.grad` as it is beside a gradient that is held unreduced; zeros if there is none."""
         if getattr(self, "main_grad", None) is not None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.hooks import RemovableHandle
 
 from gtp.errors import GTPStateError, GTPValueError, UnsupportedError
 from gtp.ops._common import refused_transform
 from gtp.runtime.group import Member, WeightGroup
-from gtp.runtime.runtime import GTPRuntime, gather_now
+from gtp.runtime.process_group import gather_now
+from gtp.runtime.runtime import GTPRuntime
 from gtp.runtime.schedule import Phase
 from gtp.runtime.tracing import refuse_tracing
 from gtp.weights.askers import transform_level
@@ -49,7 +49,7 @@ class WeightHandle:
     position: int
     grad_dtype: torch.dtype | None
     hooks: OrderedDict[int, Callable[[torch.Tensor], None]] = dataclasses.field(default_factory=OrderedDict)
-    graphed: Sequence[RemovableHandle] = ()  # hooks of torch's: see [Note: gradients of replays]
+    graphed: bool = False  # whether autograd may bring it reduced gradients: see `ReturnedGradients`
 
     @property
     def member(self) -> Member:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from gtp.errors import GTPStateError, GTPValueError, UnsupportedError
-from gtp.runtime.runtime import gather_now
+from gtp.runtime.process_group import gather_now
 from gtp.weights.askers import refuse_asking_collective
 from gtp.weights.layout import ShardLayout
 

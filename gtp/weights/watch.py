@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from gtp.errors import GTPStateError
 from gtp.ops._common import refused_transform
-from gtp.runtime.runtime import WHY_GRAPHS_BREAK
+from gtp.runtime.bracket import WHY_GRAPHS_BREAK
 from gtp.runtime.tracing import refuse_tracing
 from gtp.weights.askers import refused_wrapper, transform_level
 from gtp.weights.parameter import GTPWeight

@@ -13,7 +13,7 @@ import torch
 import gtp
 import gtp.megatron
 from gtp.megatron.surface import WEIGHT
-from gtp.runtime.runtime import gather_now
+from gtp.runtime.process_group import gather_now
 from gtp.testing.collectives import collective_log
 from tests.megatron.training import SEQ, VOCAB, Case, Job, bare_models, environment, model_config, train
 from tests.weights.side_by_side import settled

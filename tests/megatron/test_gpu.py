@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import gtp
 import gtp.megatron
-from gtp.runtime.runtime import gather_now
+from gtp.runtime.process_group import gather_now
 from gtp.testing import ranks as inside
 from tests.megatron.test_flag import full_values
 from tests.megatron.training import Case, Job, bare_models, environment, model_config

@@ -14,7 +14,7 @@ from torch import nn
 
 import gtp
 from gtp.megatron.weight import MegatronGTPWeight
-from gtp.runtime.runtime import gather_now
+from gtp.runtime.process_group import gather_now
 from tests.megatron import training
 from tests.megatron.training import Case, Job, bare_models, environment, model_config
 

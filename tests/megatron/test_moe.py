@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 import gtp.megatron
 from gtp.megatron import MegatronGTPWeight, building
+from gtp.runtime.process_group import gather_now
 from gtp.runtime.residency import Gatherer
-from gtp.runtime.runtime import gather_now
 from gtp.testing.memory import poisoned_memory
 from tests.megatron.training import Case, Job, bare_models, environment, model_config, train
 
