@@ -577,9 +577,14 @@ def _weights_as_outputs():
     data_parallel_backward(capture.plain, [xs[0] for xs in capture.x], lambda module, value: module(value).sum())
     torch.autograd.backward([capture.sharded(x).sum(), weight], [None, extra])
     assert torch.equal(values(weight.grad), plain.grad[weight.layout.shard_slice] + extra)
-    with pytest.raises(gtp.GTPValueError, match="list or a tuple"):
+    capture.sharded.zero_grad()
+    try:
         capture.sharded(x).sum().backward(inputs=capture.sharded.parameters())
-    capture.runtime.release()
+    except gtp.GTPValueError as error:  # torch 2.11 hands a generator on that it has used up
+        assert "list or a tuple" in str(error)
+        capture.runtime.release()
+    else:
+        assert torch.equal(values(weight.grad), plain.grad[weight.layout.shard_slice])
 
 
 def test_a_weight_may_be_what_is_differentiated(ranks):
