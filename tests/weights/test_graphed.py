@@ -581,7 +581,8 @@ def _weights_as_outputs():
     try:
         capture.sharded(x).sum().backward(inputs=capture.sharded.parameters())
     except gtp.GTPValueError as error:  # torch 2.11 hands a generator on that it has used up
-        assert "list or a tuple" in str(error)
+        if "list or a tuple" not in str(error):
+            raise
         capture.runtime.release()
     else:
         assert torch.equal(values(weight.grad), plain.grad[weight.layout.shard_slice])
