@@ -38,10 +38,15 @@ class ReturnedGradients:
 
     def deliver(self, collected: Sequence[tuple[ShardOwner, torch.Tensor]]) -> list[ShardOwner]:
         """Adds them to what the weights have. Returns the owners."""
-        for owner, grad in collected:
-            target, has_value = owner.gradient_target()
-            with torch.no_grad():
-                _ = target.add_(grad) if has_value else target.copy_(grad)
+        targets = [owner.gradient_target() for owner, _ in collected]
+        grads = [grad for _, grad in collected]
+        with torch.no_grad():
+            # one kernel for many on a GPU
+            for has_value, write in ((True, torch._foreach_add_), (False, torch._foreach_copy_)):
+                which = [i for i, (_, value) in enumerate(targets) if value is has_value]
+                if which:
+                    write([targets[i][0] for i in which], [grads[i] for i in which])
+        for (owner, _), (target, _) in zip(collected, targets, strict=True):
             owner.gradient_delivered(target)
         return [owner for owner, _ in collected]
 
