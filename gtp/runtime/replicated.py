@@ -291,6 +291,11 @@ def _as_real(grad: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
 
 
+def is_replicated(parameter: torch.nn.Parameter) -> bool:
+    """Whether a runtime reduces its gradient, into memory of its own."""
+    return isinstance(parameter._backward_hooks, _TensorHooks)
+
+
 def is_returned(parameter: torch.Tensor) -> bool:
     """Whether the running backward is a `torch.autograd.grad`, in which only parameters that it asks for arrive."""
     try:

@@ -3,12 +3,11 @@
 So it is with a layer whose CUDA graph is replayed: the runtime is not there, and the graph returns gradients to
 autograd. They lie where the next replay writes, and autograd would make that `.grad`. Nor does it know of `main_grad`,
 of what the runtime adds to the same gradient meanwhile on another stream, or of the hooks that wait for the whole. So
-`.grad` is set aside while they arrive, and at the end of backward they are delivered like any other.
+`.grad` is set aside while autograd accumulates, what it made is copied, and at the end of backward the sum is delivered
+like any other.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 
@@ -19,39 +18,44 @@ class ReturnedGradients:
     """See the module's header.
 
     Attributes:
-        aside: By weight, in order of arrival, what its `.grad` was.
+        sums: By weight, in order of arrival, what this backward has brought.
     """
 
     def __init__(self) -> None:
-        self.aside: dict[ShardOwner, torch.Tensor | None] = {}
+        self.sums: dict[ShardOwner, torch.Tensor] = {}
+        self._aside: dict[ShardOwner, torch.Tensor | None] = {}  # what `.grad` was before autograd accumulates
 
-    def arrive(self, owner: ShardOwner) -> None:
+    def arrives(self, owner: ShardOwner) -> None:
         """Autograd is about to accumulate one into `.grad`."""
-        if owner not in self.aside:
-            self.aside[owner] = owner.swap_gradient(None)
+        self._aside[owner] = owner.swap_gradient(None)
 
-    def collect(self) -> list[tuple[ShardOwner, torch.Tensor]]:
-        """What this backward has brought; `.grad` is again what it was."""
-        arrived, self.aside = self.aside, {}
-        both = [(owner, owner.swap_gradient(aside)) for owner, aside in arrived.items()]
-        return [(owner, grad) for owner, grad in both if grad is not None]
-
-    def deliver(self, collected: Sequence[tuple[ShardOwner, torch.Tensor]]) -> list[ShardOwner]:
-        """Adds them to what the weights have. Returns the owners."""
-        targets = [owner.gradient_target() for owner, _ in collected]
-        grads = [grad for _, grad in collected]
+    def arrived(self, owner: ShardOwner) -> None:
+        """It has, if `arrives` was said before."""
+        if owner not in self._aside:
+            return
+        grad = owner.swap_gradient(self._aside.pop(owner))
+        if grad is None:
+            return
         with torch.no_grad():
-            # one kernel for many on a GPU
-            for has_value, write in ((True, torch._foreach_add_), (False, torch._foreach_copy_)):
-                which = [i for i, (_, value) in enumerate(targets) if value is has_value]
-                if which:
-                    write([targets[i][0] for i in which], [grads[i] for i in which])
-        for (owner, _), (target, _) in zip(collected, targets, strict=True):
-            owner.gradient_delivered(target)
-        return [owner for owner, _ in collected]
+            if owner in self.sums:
+                self.sums[owner].add_(grad)
+            else:
+                self.sums[owner] = grad.clone(memory_format=torch.contiguous_format)
+
+    def deliver(self) -> list[ShardOwner]:
+        """Adds the sums to what the weights have. Returns the owners."""
+        sums, self.sums = self.sums, {}
+        for owner, total in sums.items():
+            target, has_value = owner.gradient_target()
+            if has_value:
+                with torch.no_grad():
+                    target.add_(total)
+            owner.gradient_delivered(target if has_value else total)
+        return list(sums)
 
     def abandon(self) -> None:
         """After a backward that raised: `.grad` is what it was before."""
-        for owner, aside in self.aside.items():
+        for owner, aside in self._aside.items():
             owner.swap_gradient(aside)
-        self.aside.clear()
+        self._aside.clear()
+        self.sums.clear()

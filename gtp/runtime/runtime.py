@@ -203,8 +203,12 @@ class GTPRuntime:
         if is_returned(cast("torch.Tensor", owner)):
             return grad.clone()  # the next replay writes where this one is
         self._ready()
-        self._returned.arrive(owner)
+        self._returned.arrives(owner)
         return None
+
+    def gradient_accumulated(self, owner: ShardOwner) -> None:
+        """For a hook of autograd's, behind `gradient_returned`."""
+        self._returned.arrived(owner)
 
     def before_write(self, groups: Sequence[WeightGroup]) -> None:
         """Shards of these groups are about to be written in place."""
@@ -256,8 +260,10 @@ class GTPRuntime:
         """
         task = self._ready()
         if self._gradients_returned:
-            # at the end of a part's own backward nobody has read them; who runs one inside of it may
-            at_once = not self._gatherer.in_part or task != self._parts.task
+            # at the end of a part's own backward nobody has read them; who runs one inside of it may, and so does
+            # anomaly mode
+            own = self._gatherer.in_part and task == self._parts.task
+            at_once = not own or torch.is_anomaly_enabled()
             return self._reducer.reduce_returned(group, wgrads, at_once=at_once)
         self._reducer.finalize(group, wgrads)
         if task == NO_TASK:
@@ -403,11 +409,9 @@ class GTPRuntime:
         self._returned.abandon()
 
     def _end_of_backward(self) -> None:
-        # `.grad` must be what it was when the reducer delivers
-        returned = self._returned.collect() if self._returned.aside else None
         owners = self._reducer.end_backward()
-        if returned is not None:
-            others = self._returned.deliver(returned)
+        if self._returned.sums:
+            others = self._returned.deliver()
             if not self._reducer.accumulate_only:  # which ends with no sum complete
                 owners = list(dict.fromkeys([*owners, *others]))
         parameters = self.replicated.end_backward()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gtp.runtime.parts import Part
+from gtp.runtime.replicated import is_replicated
 from gtp.runtime.runtime import GTPRuntime
 from gtp.weights.parameter import GTPWeight
 from gtp.weights.rules import plain_access
@@ -59,8 +60,10 @@ def make_graphed_callables(
     for parameter in dict.fromkeys([p for module in modules for p in module.parameters() if p.requires_grad]):
         if isinstance(parameter, GTPWeight):
             _await_gradients(parameter)
-        else:
-            _keep_first_gradient(parameter)
+        elif not is_replicated(parameter) and not any(
+            isinstance(h, _KeepsFirst) for h in (parameter._backward_hooks or {}).values()
+        ):
+            parameter.register_hook(_KeepsFirst(parameter))
     return graphed
 
 
@@ -99,19 +102,23 @@ def _await_gradients(weight: GTPWeight) -> None:
             return None
         return target.handle.runtime.gradient_returned(target, grad)
 
+    def arrived(_: torch.Tensor) -> None:
+        target = reference()
+        if target is not None:
+            target.handle.runtime.gradient_accumulated(target)
+
     with plain_access():
         torch.Tensor.register_hook(weight, arrives)  # type: ignore[no-untyped-call]
+        torch.Tensor.register_post_accumulate_grad_hook(weight, arrived)  # type: ignore[no-untyped-call]
 
 
-def _keep_first_gradient(parameter: nn.Parameter) -> None:
-    """Of a replicated parameter. Autograd would make `.grad` of it, where the next replay writes.
+class _KeepsFirst:
+    """A hook of a parameter that no runtime reduces. Autograd would make `.grad` of the first gradient, where the next
+    replay writes."""
 
-    The runtime of several ranks reduces it elsewhere anyhow, and calls this with a gradient of its own.
-    """
-    reference = weakref.ref(parameter)
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = weakref.ref(parameter)
 
-    def arrives(grad: torch.Tensor | None) -> torch.Tensor | None:
-        target = reference()
-        return grad.clone() if grad is not None and target is not None and target.grad is None else None
-
-    parameter.register_hook(arrives)
+    def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        parameter = self._parameter()
+        return grad.clone() if grad is not None and parameter is not None and parameter.grad is None else None

@@ -590,3 +590,44 @@ def _weights_as_outputs():
 
 def test_a_weight_may_be_what_is_differentiated(ranks):
     ranks(2).run(_weights_as_outputs)
+
+
+def _reentrant(twice, held):
+    """The weight of a graphed layer inside a reentrant checkpoint: its gradient arrives before backward is half done."""
+    capture = Capture()
+    capture.run()
+    weight = capture.sharded.blocks[0].out.weight
+    memory = torch.zeros_like(weight.shard)
+    x = torch.ones(2, 8)
+    eager = torch.full((4, 8), 2.0)
+    wanted = torch.zeros(4, 8)
+    if held:
+        with capture.runtime.no_sync():
+            torch.nn.functional.linear(x, weight).sum().backward()
+        wanted += eager
+    y = torch.nn.functional.linear(x, weight)
+    for replay in range(2 if twice else 1):
+        y = checkpoint(lambda t: t + Replay.apply(memory, weight), y, use_reentrant=True)
+        wanted += replay + 1.0
+    (y.sum() / 16.0 * 16.0).backward()
+    assert torch.equal(values(weight.grad), wanted + eager)
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["alone", "after no_sync"])
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+def test_a_graphed_layer_inside_a_reentrant_checkpoint(ranks, twice, held):
+    ranks(2).run(_reentrant, twice, held)
+
+
+def _captured_often():
+    capture = Capture()
+    for _ in range(3):
+        capture.run()
+    for parameter in capture.sharded.blocks.parameters():
+        assert len(parameter._backward_hooks) == 1
+    with torch.autograd.detect_anomaly(check_nan=True):
+        capture.run()
+
+
+def test_captures_leave_one_hook_each_and_show_no_unfinished_gradient(ranks):
+    ranks(2).run(_captured_often)
