@@ -164,12 +164,12 @@ class GTPRuntime:
     @contextmanager
     def part_forward(self, part: Part) -> Iterator[None]:
         """A forward of a part, in a warm-up or a capture: a line of its own, as is the backward that begins next with a
-        weight that it used. Elsewhere this does nothing.
+        weight that it used. Inside of another forward, or recomputed in a backward, it is part of that.
 
         Raises:
             GTPStateError: a forward of the model waits for its backward.
         """
-        if part not in self._parts.added or self._in_forward or backward_task() != NO_TASK:
+        if self._in_forward or backward_task() != NO_TASK:
             yield
             return
         with torch.inference_mode(False), torch.no_grad():

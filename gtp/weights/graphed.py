@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ def make_graphed_callables(
 
 
 @contextlib.contextmanager
-def _forwards_are_parts(module: nn.Module, parts: Sequence[tuple[GTPRuntime, Part]]) -> Iterator[None]:
+def _forwards_are_parts(module: nn.Module, parts: list[tuple[GTPRuntime, Part]]) -> Iterator[None]:
     """Forwards of the module are those of its parts, one per runtime. Not by hooks, which torch refuses to graph."""
     forward: Callable[..., Any] = module.forward
     own = vars(module).get("forward")
@@ -87,6 +87,8 @@ def _forwards_are_parts(module: nn.Module, parts: Sequence[tuple[GTPRuntime, Par
         if own is not None:
             vars(module)["forward"] = own
         raise
+    finally:
+        parts.clear()
 
 
 def _await_gradients(weight: GTPWeight) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -623,6 +625,10 @@ def _captured_often():
     capture = Capture()
     for _ in range(3):
         capture.run()
+    gone = [weakref.ref(part) for part in capture.parts]
+    capture.parts.clear()
+    gc.collect()
+    assert not any(part() for part in gone)
     for parameter in capture.sharded.blocks.parameters():
         assert len(parameter._backward_hooks) == 1
     with torch.autograd.detect_anomaly(check_nan=True):
