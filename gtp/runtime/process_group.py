@@ -40,6 +40,11 @@ class ProcessGroupTransport(Transport):
 
     On CUDA gathers and reductions are queued on two side streams. On gloo they are async works: the exchange runs in
     the backend's threads, and the addition happens when the reduction is finished.
+
+    [Note: nothing is coalesced on gloo] NCCL takes a group's members in one collective; gloo takes one each. After a
+    collective, gloo's two threads write its name into one string of the process group, without a lock (torch 2.11 to
+    2.14). "ALLGATHER_COALESCED" has more characters than a std::string holds in itself, so its memory is freed and
+    written by both at once, and the heap is damaged. Names of the others fit.
     """
 
     name = "process_group"
@@ -114,9 +119,7 @@ class ProcessGroupTransport(Transport):
                 torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def _all_gather(self, group: WeightGroup, out: Sequence[torch.Tensor]) -> list[dist.Work]:
-        # gloo coalesces gathers on the CPU, and none on GPUs
-        count = len(out) if self._gathers is None or self._is_nccl(group) else 1
-        with self._one_collective(group, count) as works:
+        with self._one_collective(group) as works:
             for member, full in zip(group.members, out, strict=True):
                 works.append(dist.all_gather_into_tensor(full, member.send, group=group.process_group, async_op=True))
         return works
@@ -126,23 +129,19 @@ class ProcessGroupTransport(Transport):
     ) -> list[dist.Work]:
         if group.size == 1:
             return []
-        # gloo coalesces gathers but not exchanges
-        count = len(wgrads) if self._is_nccl(group) else 1
-        with self._one_collective(group, count) as works:
+        with self._one_collective(group) as works:
             for wgrad, slices in zip(wgrads, received, strict=True):
                 works.append(dist.all_to_all_single(slices, wgrad, group=group.process_group, async_op=True))
         return works
 
     @contextmanager
-    def _one_collective(self, group: WeightGroup, count: int) -> Iterator[list[dist.Work]]:
-        """Calls made inside become one collective when there are several. The list holds the works afterwards."""
+    def _one_collective(self, group: WeightGroup) -> Iterator[list[dist.Work]]:
+        """Calls made inside, one per member, become one collective on NCCL. The list holds the works afterwards."""
         works: list[dist.Work] = []
-        if count == 1:
+        if len(group.members) == 1 or not self._is_nccl(group):
             yield works
             return
-        # gloo coalesces what the manager collected, but refuses the start and end calls that `device` asks for
-        device = self._device if self._is_nccl(group) else None
-        with _coalescing_manager(group.process_group, device=device, async_ops=True) as manager:
+        with _coalescing_manager(group.process_group, device=self._device, async_ops=True) as manager:
             yield works
         works[:] = [manager]
 

@@ -110,6 +110,7 @@ def main(start: Start, pipe: Connection) -> None:
         _redirect_output(start.output_file)
     # a Ctrl-C in the terminal reaches the whole process group; the parent decides when ranks end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()  # what ends a rank in native code shows where Python was
     with start.stack_file.open("a") as stacks:
         faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
         _end_with_parent()
@@ -181,7 +182,7 @@ def _join(start: Start) -> Worker:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if "nccl" in start.backend:
         torch.cuda.set_device(start.rank)
-    _share_gloo_devices()
+    _set_up_gloo()
     store = dist.TCPStore("127.0.0.1", start.store_port, is_master=False)
     dist.init_process_group(
         start.backend,
@@ -194,10 +195,13 @@ def _join(start: Start) -> Worker:
     return Worker(start.rank, start.world_size)
 
 
-def _share_gloo_devices() -> None:
-    """All gloo groups of this process send through one loop. Otherwise each has its own: a thread that wakes a hundred
-    times a second for as long as the process lives, also when nobody uses the group any more. Those of seventy groups,
-    as tests leave them behind, take a tenth of a core.
+def _set_up_gloo() -> None:
+    """All gloo groups of this process send through one loop, and each runs its collectives in one thread.
+
+    Otherwise each group has a loop of its own: a thread that wakes a hundred times a second for as long as the process
+    lives, also when nobody uses the group any more. Those of seventy groups, as tests leave them behind, take a tenth
+    of a core. And each has two threads for collectives, which damage the heap where somebody coalesces (Megatron does):
+    see [Note: nothing is coalesced on gloo] in gtp/runtime/process_group.py.
     """
     if not dist.is_gloo_available():
         return
@@ -210,7 +214,7 @@ def _share_gloo_devices() -> None:
 
     construct = gloo.__init__
 
-    def with_our_devices(
+    def with_our_options(
         group: Any, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, **more: Any
     ) -> None:
         # newer torches name what they do not want: enable_reconfigure=False
@@ -219,8 +223,9 @@ def _share_gloo_devices() -> None:
             return
         options = gloo._Options()
         options._devices = devices
+        options._threads = 1
         options._timeout = timeout
         construct(group, store, rank, size, options)
 
     # not a class in its place: torch asks groups that come back from C++ for theirs
-    gloo.__init__ = with_our_devices
+    gloo.__init__ = with_our_options

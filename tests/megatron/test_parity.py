@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from gtp.testing.ranks import RankFailure
 from tests.megatron.training import Case, Trained, train
 
 # fp32 losses around 4.5: one unit in the last place is 4.8e-7. Gradients that are added in another order differ in
@@ -173,28 +171,13 @@ class References:
         )
         key = cell.ranks, case
         if key not in self._trained:
-            self._trained[key] = _trained(run, case)
+            self._trained[key] = run(train, case, timeout=120)
         return self._trained[key]
-
-
-def _trained(run: Callable[..., list[Any]], case: Case) -> list[Trained]:
-    """By rank. Once more, with a warning, where a rank was ended by a signal.
-
-    In 2 of about 500 runs of interleaved pipelines glibc found the heap of a rank damaged, in a thread that is none of
-    Python's (gloo has them), while Python waited for a message between stages. Why is not known.
-    """
-    try:
-        return run(train, case, timeout=120)
-    except RankFailure as failure:
-        if not any("ended with signal" in how for how in failure.failures.values()):
-            raise
-        warnings.warn(f"a rank was ended by a signal, and all ran once more:\n{failure}", stacklevel=2)
-        return run(train, case, timeout=120)
 
 
 def measured(run: Callable[..., list[Any]], cell: Cell, references: References) -> tuple[float, float]:
     """The largest differences of a loss and of a gradient norm (relative), which are within their bounds."""
-    results = list(zip(references.of(run, cell), _trained(run, cell.case), strict=True))
+    results = list(zip(references.of(run, cell), run(train, cell.case, timeout=120), strict=True))
     last = results[-1]  # the last rank is on the last pipeline stage
     norms = []
     for plain, sharded in (last, results[0]):
