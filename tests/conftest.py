@@ -71,7 +71,18 @@ def pytest_collection_finish() -> None:
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     templates = session.config.stash[TEMPLATES]
-    return None if templates is None else second_process.run(session, after_fork=templates.leave)
+    if templates is None:
+        return None
+
+    def after_fork() -> None:
+        templates.leave()
+        # After a fork torch sets up its thread pool and autograd's threads anew, at their first use; here in one
+        # thread. FakeTensorMode makes autograd believe in eight devices, and in the first backward after it eight
+        # threads would do it at once: in one of many runs one of them aborted.
+        torch.set_num_threads(1)
+        torch.ones((), requires_grad=True).backward()
+
+    return second_process.run(session, after_fork=after_fork)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
