@@ -50,8 +50,9 @@ class BackwardTracker:
     Args:
         on_end: Called once, inside the outermost `backward()`, after its last node. Calls `forget` when all is
             delivered; raises before, and the backward counts as one that raised.
-        on_death: Called while a backward's exception is on its way to the user, who may well go on to zero gradients.
-            Must not block: other ranks may not have raised.
+        on_death: Called while the outermost backward's exception is on its way to the user, who may well go on to zero
+            gradients. Must not block: other ranks may not have raised. What an inner one raises, the node around it
+            may catch and go on; what had arrived by then stays, as without gtp.
         on_failure: Called when a backward is entered, or work outside of one begins, and an earlier one is found to
             have raised.
 
@@ -83,26 +84,53 @@ class BackwardTracker:
         if any(ref() is None for ref in self._tasks.values()):
             self._fail()
         if task not in self._tasks:
-            ended = _EndOfTask(task, self._ended)
-            on_death = self._on_death
-            self._tasks[task] = weakref.ref(ended, lambda _: on_death())
-            Variable._execution_engine.queue_callback(ended)
-            if len(self._tasks) == 1 and (node := node_around()) is not None:
-                self._expected.append(_Outer(node, self._join))
+            self._follow(task)
         self.current = task
 
     def forget(self) -> None:
         """Drops all tasks."""
         self._tasks.clear()
+        self._expect_none()
+        self.current = NO_TASK
+
+    def _follow(self, task: int, ended: int = 0) -> None:
+        """
+        Args:
+            ended: Of how many backwards inside of it the calls are still on the Python stack.
+        """
+        end = _EndOfTask(task, self._ended)
+        died = weakref.WeakMethod(self._died)
+
+        def on_death(_: object) -> None:
+            method = died()
+            if method is not None:
+                method(task)
+
+        self._tasks[task] = weakref.ref(end, on_death)
+        Variable._execution_engine.queue_callback(end)
+        if len(self._tasks) == 1 and (node := node_around(ended)) is not None:
+            self._expected.append(_Outer(node, self._join))
+
+    def _expect_none(self) -> None:
         for outer in self._expected:
             outer.forget()
         self._expected.clear()
-        self.current = NO_TASK
 
     def _join(self, outer: _Outer) -> None:
         if outer in self._expected:
             self._expected.remove(outer)
             self.enter(backward_task())
+
+    def _died(self, task: int) -> None:
+        around = backward_task()
+        if around == NO_TASK:
+            self._on_death()
+            return
+        self._tasks.pop(task, None)
+        self.current = _UNSURE
+        if around not in self._tasks:
+            self._expect_none()
+            self._follow(around, ended=1)
 
     def _fail(self) -> None:
         self.forget()
@@ -140,11 +168,22 @@ class _Outer:
         self._handles.clear()
 
 
-def node_around() -> Any:
-    """The Python node of an outer backward in which the present one was called; None if it is the outermost."""
+def node_around(ended: int = 0) -> Any:
+    """The Python node of an outer backward in which the present one was called; None if it is the outermost.
+
+    Args:
+        ended: How many inner backwards' calls to pass by: they are on the stack, and over.
+    """
     frame: Any = sys._getframe()
-    while frame is not None and frame.f_code is not _engine_run_backward.__code__:
-        frame = frame.f_back
-    while frame is not None and frame.f_code is not BackwardCFunction.apply.__code__:
-        frame = frame.f_back
+    for _ in range(ended + 1):
+        frame = _caller(frame, _engine_run_backward)
+    frame = _caller(frame, BackwardCFunction.apply)
     return None if frame is None else frame.f_locals["self"]
+
+
+def _caller(frame: Any, function: Any) -> Any:
+    """The next frame outside of `frame` that runs `function`, or None."""
+    frame = None if frame is None else frame.f_back
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame
