@@ -73,16 +73,16 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     templates = session.config.stash[TEMPLATES]
     if templates is None:
         return None
+    return second_process.run(session, after_fork=lambda: _set_up_again(templates))
 
-    def after_fork() -> None:
-        templates.leave()
-        # After a fork torch sets up its thread pool and autograd's threads anew, at their first use; here in one
-        # thread. FakeTensorMode makes autograd believe in eight devices, and in the first backward after it eight
-        # threads would do it at once: in one of many runs one of them aborted.
-        torch.set_num_threads(1)
-        torch.ones((), requires_grad=True).backward()
 
-    return second_process.run(session, after_fork=after_fork)
+def _set_up_again(templates: RankTemplates) -> None:
+    templates.leave()
+    # After a fork torch makes its thread pool and autograd's threads anew, at their first use: here, in one thread. In
+    # a first backward after a FakeTensorMode, autograd makes eight, for devices that are not there, and all of them ask
+    # for the pool. In one run a native thread aborted there.
+    torch.set_num_threads(1)
+    torch.ones((), requires_grad=True).backward()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,7 +17,6 @@ from gtp.runtime.transport import Transport
 @dataclasses.dataclass(eq=False, slots=True)
 class _GatherTicket:
     works: list[dist.Work]
-    unpack: Callable[[], None] | None  # to be called after the works
     done: torch.cuda.Event | None
 
 
@@ -42,10 +41,11 @@ class ProcessGroupTransport(Transport):
     On CUDA gathers and reductions are queued on two side streams. On gloo they are async works: the exchange runs in
     the backend's threads, and the addition happens when the reduction is finished.
 
-    [Note: nothing is coalesced on gloo] A group's members take one collective: NCCL coalesces them, for gloo they are
-    packed. After a collective, gloo's two threads write its name into one string of the process group, without a lock
-    (torch 2.11 to 2.14). "ALLGATHER_COALESCED" has more characters than a std::string holds in itself, so its memory
-    is freed and written by both at once, and the heap is damaged. Names of the others fit.
+    [Note: nothing is coalesced on gloo] NCCL takes a group's members in one collective; gloo takes one each. After a
+    collective, gloo's two threads write its name into one string of the process group, without a lock (seen in torch
+    2.11.0 and 2.14.1). "ALLGATHER_COALESCED" has more characters than such a string holds in itself, so its memory is
+    freed and written by both at once, and the heap is damaged. The names of the collectives used here fit. Packing the
+    members into one gather would hide from `gtp.testing.collectives` who reads a weight too early.
     """
 
     name = "process_group"
@@ -66,24 +66,19 @@ class ProcessGroupTransport(Transport):
         self, group: WeightGroup, out: Sequence[torch.Tensor], after: Sequence[torch.cuda.Event]
     ) -> _GatherTicket:
         if self._gathers is None:
-            return _GatherTicket(*self._all_gather(group, out), None)
+            return _GatherTicket(self._all_gather(group, out), None)
         for event in after:
             self._gathers.wait_event(event)
         with torch.cuda.stream(self._gathers):
-            works, unpack = self._all_gather(group, out)
-            for work in works:
+            for work in self._all_gather(group, out):
                 work.wait()  # orders the side stream after NCCL's own; does not block the host
-            if unpack is not None:
-                unpack()
             done = torch.cuda.Event()
             done.record(self._gathers)
-        return _GatherTicket([], None, done)
+        return _GatherTicket([], done)
 
     def finish_gather(self, ticket: _GatherTicket) -> None:
         for work in ticket.works:
             work.wait()
-        if ticket.unpack is not None:
-            ticket.unpack()
         if ticket.done is not None:
             ticket.done.wait(torch.cuda.current_stream(self._device))
 
@@ -124,30 +119,11 @@ class ProcessGroupTransport(Transport):
             if stream is not None and not torch.cuda.is_current_stream_capturing():
                 torch.cuda.current_stream(self._device).wait_stream(stream)
 
-    def _all_gather(
-        self, group: WeightGroup, out: Sequence[torch.Tensor]
-    ) -> tuple[list[dist.Work], Callable[[], None] | None]:
-        """The works of one collective, and what is to be done after them."""
-        if len(out) > 1 and not self._is_nccl(group):
-            return self._all_gather_packed(group, out)
+    def _all_gather(self, group: WeightGroup, out: Sequence[torch.Tensor]) -> list[dist.Work]:
         with self._one_collective(group) as works:
             for member, full in zip(group.members, out, strict=True):
                 works.append(dist.all_gather_into_tensor(full, member.send, group=group.process_group, async_op=True))
-        return works, None
-
-    def _all_gather_packed(
-        self, group: WeightGroup, out: Sequence[torch.Tensor]
-    ) -> tuple[list[dist.Work], Callable[[], None]]:
-        mine = torch.cat([member.send.reshape(-1) for member in group.members])
-        everyones = mine.new_empty(group.size * mine.numel())
-        work = dist.all_gather_into_tensor(everyones, mine, group=group.process_group, async_op=True)
-
-        def unpack() -> None:
-            parts = everyones.view(group.size, -1).split([member.send.numel() for member in group.members], dim=1)
-            for full, part in zip(out, parts, strict=True):
-                full.view(group.size, -1).copy_(part)
-
-        return [work], unpack
+        return works
 
     def _exchange(
         self, group: WeightGroup, wgrads: Sequence[torch.Tensor], received: Sequence[torch.Tensor]

@@ -110,7 +110,7 @@ def main(start: Start, pipe: Connection) -> None:
         _redirect_output(start.output_file)
     # a Ctrl-C in the terminal reaches the whole process group; the parent decides when ranks end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.enable()  # what ends a rank in native code shows where Python was
+    faulthandler.enable(2)  # what ends a rank in native code shows where Python was
     with start.stack_file.open("a") as stacks:
         faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
         _end_with_parent()

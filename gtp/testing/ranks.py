@@ -12,11 +12,11 @@ Importing torch in fresh processes for every test is what makes multi-rank suite
     def test_mean(ranks):                             # the fixture of tests/conftest.py
         assert ranks(2).run(mean_of_ranks, 3.0)[1].tolist() == [1.5, 1.5]
 
-Inside a rank: `torch.distributed` is initialised over all ranks of the pool, torch runs on one thread,
-`torch.manual_seed(0)` was just called, and `rank()`, `world_size()`, `subgroup((0, 2))` of this module work. Garbage is
-collected after each function; objects that were alive when modules had been imported are left out of that from then on
-(`gc.freeze`). Results come back pickled; tensors arrive on the CPU, detached. Ranks on a machine with GPUs may share
-them: the test picks the device; gloo serves CUDA tensors too.
+Inside a rank: `torch.distributed` is initialised over all ranks of the pool, torch and each gloo group run on one
+thread, `torch.manual_seed(0)` was just called, and `rank()`, `world_size()`, `subgroup((0, 2))` of this module work.
+Garbage is collected after each function; objects that were alive when modules had been imported are left out of that
+from then on (`gc.freeze`). Results come back pickled; tensors arrive on the CPU, detached. Ranks on a machine with GPUs
+may share them: the test picks the device; gloo serves CUDA tensors too.
 
 A failure on any rank raises `RankFailure` with each failing rank's traceback; ranks that have not answered a few
 seconds later (most often: they wait in a collective for the failed one) are shown with their Python stacks. When no

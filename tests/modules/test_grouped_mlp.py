@@ -136,9 +136,9 @@ def test_fc2_is_gathered_under_fc1s_gemms(ranks):
     waits = [i for i, e in enumerate(events) if e == "wait all_gather_into_tensor"]
     gemms = [i for i, e in enumerate(events) if e == "mark gemm"]
     assert len(gemms) == 4
-    assert len(waits) == 2
+    assert len(waits) == 4
     assert max(gathers) < gemms[0]
-    assert gemms[1] < waits[1] < gemms[2]
+    assert gemms[1] < min(waits[2:]) < max(waits) < gemms[2]
 
 
 class Experts(nn.Module):
