@@ -77,8 +77,7 @@ class ProcessGroupTransport(Transport):
         return _GatherTicket([], done)
 
     def finish_gather(self, ticket: _GatherTicket) -> None:
-        for work in ticket.works:
-            work.wait()
+        _wait_for_all(ticket.works)
         if ticket.done is not None:
             ticket.done.wait(torch.cuda.current_stream(self._device))
 
@@ -110,8 +109,7 @@ class ProcessGroupTransport(Transport):
         if ticket.done is not None:
             ticket.done.wait(torch.cuda.current_stream(self._device))
             return
-        for work in ticket.works:
-            work.wait()
+        _wait_for_all(ticket.works)
         self._add(ticket)
 
     def shutdown(self) -> None:
@@ -168,6 +166,18 @@ class ProcessGroupTransport(Transport):
             if accumulate:
                 total += into
             into.copy_(total)
+
+
+def _wait_for_all(works: Sequence[dist.Work]) -> None:
+    """Where an interrupt comes in between, for the others, too: buffers of what is in flight may not be used again."""
+    for position, work in enumerate(works):
+        try:
+            work.wait()
+        except Exception:
+            raise  # the process group is broken
+        except BaseException:
+            _wait_for_all(works[position + 1 :])
+            raise
 
 
 def gather_now(shard: torch.Tensor, process_group: dist.ProcessGroup) -> torch.Tensor:

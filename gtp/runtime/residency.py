@@ -266,7 +266,11 @@ class Gatherer:
     def _finish(self, copy: _Copy) -> None:
         if copy.ticket is not None:
             ticket, copy.ticket = copy.ticket, None
-            self._transport.finish_gather(ticket)
+            try:
+                self._transport.finish_gather(ticket)
+            except Exception:
+                copy.versions = []  # of no shard: whoever tries again does not get what has not arrived
+                raise
 
     def _finish_all(self) -> None:
         for copy in self._resident.values():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gtp.errors import UnsupportedError
 
@@ -15,6 +17,9 @@ jit_trace: Callable[[], Any] = torch._C._get_tracing_state
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """How many modes see every operation of torch: those of users, which only look on, and those of tracers."""
+
+without_dispatch_modes: Callable[[], contextlib.AbstractContextManager[Any]] = _disable_current_modes
+"""Within it no mode sees any operation."""
 
 fx_trace: Callable[[], bool] = torch.fx._symbolic_trace.is_fx_symbolic_tracing
 """Whether `torch.fx.symbolic_trace` is recording. Where it keeps that differs between releases of torch."""

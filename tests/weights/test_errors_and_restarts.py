@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gtp
+from gtp.modules import GroupedLinear
 from gtp.testing.collectives import collective_log, late_collectives
+from gtp.testing.memory import poisoned_memory
 from gtp.testing.ranks import rank
 from tests.reference import full
 from tests.weights.side_by_side import ROUNDED, SideBySide, inputs, live_count, square
@@ -287,3 +291,71 @@ def _backward_without_model():
 
 def test_a_model_deleted_before_its_backward(ranks):
     assert ranks(2).run(_backward_without_model) == [0, 0]
+
+
+class _Raising(dist.Work):
+    """The work of a collective. Raises when `wait` has returned, once, if it is its turn."""
+
+    def __init__(self, work: dist.Work, error: BaseException, turn: list[int]) -> None:
+        super().__init__()
+        self.work, self.error, self.turn = work, error, turn
+
+    def wait(self, timeout=None):
+        self.work.wait()
+        self.turn[0] -= 1
+        if self.turn[0] == 0:
+            raise self.error
+        return True
+
+
+class _TriesAgain(nn.Module):
+    """A group of three weights between others, whose layer a user's code calls again when it raises."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.up, self.experts, self.down = nn.Linear(8, 12), GroupedLinear(3, 12, 12), nn.Linear(12, 8)
+        self.again = again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        try:
+            h = self.experts(h, [2, 1, 3])
+        except (KeyboardInterrupt, RuntimeError):
+            if not self.again:
+                raise
+            h = self.experts(h, [2, 1, 3])
+        return self.down(h)
+
+
+def _raise_between_waits(error, again):
+    twins = SideBySide(lambda: _TriesAgain(again), **ROUNDED)
+    # a failure means that the process group is broken: nobody waits for the others
+    in_flight = late_collectives() if isinstance(error, KeyboardInterrupt) else contextlib.nullcontext()
+    with poisoned_memory(), in_flight:
+        real = dist.all_gather_into_tensor
+        for turn in range(1, 6):
+            twins.step(inputs(2 * turn, 6, 8))
+            left = [turn]  # all ranks raise, or gather again, at the same place
+
+            def gather(*args, left=left, **kwargs):
+                work = real(*args, **kwargs)
+                return _Raising(work, error, left) if kwargs.get("async_op") else work
+
+            with mock.patch.object(dist, "all_gather_into_tensor", gather):
+                if again and 2 <= turn <= 4:
+                    twins.step(inputs(2 * turn + 1, 6, 8))
+                else:
+                    with pytest.raises(type(error)):
+                        square(twins.sharded, inputs(1, 6, 8)[rank()])
+            assert left[0] <= 0
+        twins.step(inputs(20, 6, 8))
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), RuntimeError("a simulated failure")], ids=["interrupt", "failure"]
+)
+def test_an_error_between_the_waits_for_a_group(ranks, error, again):
+    """Of its gathers one after the other is waited for. What has not arrived is never computed with, and an interrupt
+    leaves none in flight."""
+    ranks(2).run(_raise_between_waits, error, again)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 import gtp
+from gtp.modules import GroupedLinear
 from gtp.testing.collectives import collective_log, late_collectives
 from gtp.testing.ranks import rank
 from tests.weights.side_by_side import ROUNDED, SideBySide, inputs, square
@@ -137,3 +145,47 @@ def _partial_backward():
 
 def test_autograd_grad_through_checkpoints_touches_no_weight(ranks):
     ranks(2).run(_partial_backward)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.experts = nn.Linear(16, 24), GroupedLinear(2, 24, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.experts(torch.tanh(self.up(x)), [3, x.shape[0] - 3]))
+
+
+class Selective(nn.Module):
+    """Blocks whose checkpoints keep what `saves` says: names of torch's operations, or all."""
+
+    def __init__(self, saves: frozenset[str] | None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Experts() for _ in range(3)])
+        self.saves = saves
+
+    def _policy(self, ctx, operation, *args, **kwargs):
+        kept = self.saves is None or operation.overloadpacket.__name__ in self.saves
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        contexts = functools.partial(create_selective_checkpoint_contexts, self._policy)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+        return x
+
+
+def _selective(saves):
+    # what is kept are views of full weights, which their memory is not to be used for others meanwhile
+    twins = SideBySide(lambda: Selective(saves), **ROUNDED)
+    with late_collectives():
+        for step in range(4):
+            twins.step(inputs(step, 8, 16))
+
+
+@pytest.mark.parametrize("saves", [{"mm", "addmm"}, {"cat", "copy_", "empty", "view", "detach"}, {"t", "tanh"}, None])
+def test_selective_checkpoints_see_what_the_model_computes(ranks, saves):
+    """And not the runtime's own operations: their number depends on what was gathered ahead, and a policy that keeps
+    them would hand one's results to another."""
+    ranks(2).run(_selective, None if saves is None else frozenset(saves))
