@@ -41,11 +41,11 @@ class BackwardTracker:
     """Follows the graph tasks in which gtp has work.
 
     [Note: nested backwards] Reentrant activation checkpointing runs an inner backward inside a node of the outer one,
-    and the end of a task is the end of the backward when no other known task is left. Where the recomputed forward
-    uses a weight, it comes through gtp within the outer task, which so is known before the inner one. Where it does
-    not (a norm, a frozen or skipped layer), an inner task may come first. The Python stack shows the outer node, in
-    which the outer task cannot be joined any more; it is joined in front of the node that runs next, and no end counts
-    before that.
+    and the end of a task is the end of the backward when it is in no other. Where the recomputed forward uses a weight,
+    it comes through gtp within the outer task, which so is known before the inner one. Where it does not (a norm, a
+    frozen or skipped layer), an inner task may come first. The Python stack shows that there is an outer one, which
+    cannot be joined from inside of the inner. It is joined when the inner task is destroyed, back in the outer one's
+    node; and where another thread destroys it, in front of the node that runs next. No end counts before that.
 
     Args:
         on_end: Called once, inside the outermost `backward()`, after its last node. Calls `forget` when all is
@@ -68,21 +68,22 @@ class BackwardTracker:
         self._on_death = on_death
         self._on_failure = on_failure
         self._tasks: dict[int, weakref.ref[_EndOfTask]] = {}
-        self._expected: list[_Outer] = []  # tasks around known ones, which are not known yet
+        self._over: dict[int, weakref.ref[_EndOfTask]] = {}  # have ended inside of another one
+        self._inside = False  # whether the first of the tasks is in another one, which is not known
+        self._outer: _Outer | None = None
         self.current = NO_TASK
 
     def enter(self, task: int) -> None:
         """To be called before every piece of work in a task that is not the `current` one.
 
         Args:
-            task: The engine's id of the backward; `NO_TASK` outside of one: what was entered and has not ended has
-                raised.
+            task: The engine's id of the backward; `NO_TASK` outside of one, and in other threads than those of the
+                backward that is running.
         """
+        if any(ref() is None for ref in self._tasks.values()) or (task == NO_TASK and not self._tasks):
+            self._fail()
         if task == NO_TASK:
-            self._fail()
             return
-        if any(ref() is None for ref in self._tasks.values()):
-            self._fail()
         if task not in self._tasks:
             self._follow(task)
         self.current = task
@@ -90,13 +91,14 @@ class BackwardTracker:
     def forget(self) -> None:
         """Drops all tasks."""
         self._tasks.clear()
+        self._over.clear()
         self._expect_none()
         self.current = NO_TASK
 
-    def _follow(self, task: int, ended: int = 0) -> None:
+    def _follow(self, task: int, *, behind: int = 0) -> None:
         """
         Args:
-            ended: Of how many backwards inside of it the calls are still on the Python stack.
+            behind: How many backwards inside of it have ended and are still on the Python stack.
         """
         end = _EndOfTask(task, self._ended)
         died = weakref.WeakMethod(self._died)
@@ -106,31 +108,36 @@ class BackwardTracker:
             if method is not None:
                 method(task)
 
+        first = not self._tasks
         self._tasks[task] = weakref.ref(end, on_death)
         Variable._execution_engine.queue_callback(end)
-        if len(self._tasks) == 1 and (node := node_around(ended)) is not None:
-            self._expected.append(_Outer(node, self._join))
+        if first:
+            self._inside, node = around(behind)
+            self._outer = None if node is None else _Outer(node, self._join)
 
     def _expect_none(self) -> None:
-        for outer in self._expected:
-            outer.forget()
-        self._expected.clear()
+        if self._outer is not None:
+            self._outer.forget()
+        self._inside, self._outer = False, None
 
-    def _join(self, outer: _Outer) -> None:
-        if outer in self._expected:
-            self._expected.remove(outer)
-            self.enter(backward_task())
+    def _join(self) -> None:
+        """In front of a node of the outer one."""
+        self._expect_none()
+        self.enter(backward_task())
 
     def _died(self, task: int) -> None:
-        around = backward_task()
-        if around == NO_TASK:
-            self._on_death()
+        """Its end was reached inside of another one; or it raised, and so may do the one around it, or not."""
+        is_over = self._over.pop(task, None) is not None
+        outer = backward_task()
+        if outer == NO_TASK and not self._other_lives(task):
+            if not is_over:
+                self._on_death()
             return
         self._tasks.pop(task, None)
         self.current = _UNSURE
-        if around not in self._tasks:
+        if outer != NO_TASK and outer not in self._tasks:
             self._expect_none()
-            self._follow(around, ended=1)
+            self._follow(outer, behind=1)
 
     def _fail(self) -> None:
         self.forget()
@@ -138,28 +145,33 @@ class BackwardTracker:
 
     def _ended(self, task: int) -> None:
         self.current = _UNSURE
-        if self._expected or any(ref() is not None for other, ref in self._tasks.items() if other != task):
-            self._tasks.pop(task, None)
+        if self._inside or self._other_lives(task):
+            self._over[task] = self._tasks.pop(task)
         else:
             self._on_end()
 
+    def _other_lives(self, task: int) -> bool:
+        return any(ref() is not None for other, ref in self._tasks.items() if other != task)
+
 
 class _Outer:
-    """A backward that is seen from inside of one of its nodes: calls `join(self)`, once, before its next node.
+    """A backward that is seen from inside of one of its nodes: calls `join()`, once, before its next node.
 
     Everything that a checkpointed function got and that requires a gradient has a node that runs next.
     """
 
-    def __init__(self, node: Any, join: Callable[[_Outer], None]) -> None:
+    def __init__(self, node: Any, join: Callable[[], None]) -> None:
         reference = weakref.WeakMethod(join)
+        self._handles: list[Any] = []
 
         def before(grads: Any) -> None:
+            waits = bool(self._handles)
             self.forget()
             method = reference()
-            if method is not None:
-                method(self)
+            if waits and method is not None:
+                method()
 
-        self._handles = [following.register_prehook(before) for following, _ in node.next_functions if following]
+        self._handles += [following.register_prehook(before) for following, _ in node.next_functions if following]
 
     def forget(self) -> None:
         """Joins no more."""
@@ -168,22 +180,26 @@ class _Outer:
         self._handles.clear()
 
 
-def node_around(ended: int = 0) -> Any:
-    """The Python node of an outer backward in which the present one was called; None if it is the outermost.
+def around(behind: int = 0) -> tuple[bool, Any]:
+    """Whether the present backward was called inside of another one, and the Python node that called it; None if that
+    was a hook.
 
     Args:
-        ended: How many inner backwards' calls to pass by: they are on the stack, and over.
+        behind: How many inner backwards' calls to pass by: they are on the stack, and over.
     """
     frame: Any = sys._getframe()
-    for _ in range(ended + 1):
+    for _ in range(behind + 1):
         frame = _caller(frame, _engine_run_backward)
-    frame = _caller(frame, BackwardCFunction.apply)
-    return None if frame is None else frame.f_locals["self"]
+    frame = _caller(frame, _engine_run_backward, BackwardCFunction.apply)
+    if frame is None:
+        return False, None
+    return True, frame.f_locals["self"] if frame.f_code is BackwardCFunction.apply.__code__ else None
 
 
-def _caller(frame: Any, function: Any) -> Any:
-    """The next frame outside of `frame` that runs `function`, or None."""
+def _caller(frame: Any, *functions: Any) -> Any:
+    """The next frame outside of `frame` that runs one of these functions, or None."""
+    codes = [function.__code__ for function in functions]
     frame = None if frame is None else frame.f_back
-    while frame is not None and frame.f_code is not function.__code__:
+    while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
     return frame
