@@ -31,7 +31,14 @@ from gtp.runtime.residency import Gatherer
 from gtp.runtime.returned import ReturnedGradients
 from gtp.runtime.schedule import Phase, Schedule
 from gtp.runtime.stats import RuntimeStats
-from gtp.runtime.tracing import dispatch_modes, fx_trace, jit_trace, refuse_tracing, without_dispatch_modes
+from gtp.runtime.tracing import (
+    dispatch_modes,
+    fx_trace,
+    in_selective_checkpoint,
+    jit_trace,
+    refuse_tracing,
+    without_dispatch_modes,
+)
 from gtp.runtime.transport import Transport
 
 _log = logging.getLogger("gtp")
@@ -225,10 +232,11 @@ class GTPRuntime:
         """
         if dispatch_modes() or jit_trace() is not None or fx_trace():
             refuse_tracing(group.name)
-            # A mode is to see what the model computes, which is the same when it is computed again. Selective
-            # checkpointing would take one gather's operations for another's.
-            with without_dispatch_modes():
-                return self.materialize(group, phase)
+            if in_selective_checkpoint():
+                # It is to see what the model computes, which is the same when it is computed again. What the runtime
+                # does depends on what was gathered ahead, and one gather's results would be handed to another.
+                with without_dispatch_modes():
+                    return self.materialize(group, phase)
         if group.size == 1:
             return [m.shard.to(group.compute_dtype)[: m.rows] for m in group.members]
         task = self._ready()

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch.utils._python_dispatch import _disable_current_modes
+import torch.utils.checkpoint
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from gtp.errors import UnsupportedError
 
@@ -21,6 +22,8 @@ dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 without_dispatch_modes: Callable[[], contextlib.AbstractContextManager[Any]] = _disable_current_modes
 """Within it no mode sees any operation."""
 
+_SELECTIVE = (torch.utils.checkpoint._CachingTorchDispatchMode, torch.utils.checkpoint._CachedTorchDispatchMode)
+
 fx_trace: Callable[[], bool] = torch.fx._symbolic_trace.is_fx_symbolic_tracing
 """Whether `torch.fx.symbolic_trace` is recording. Where it keeps that differs between releases of torch."""
 
@@ -28,6 +31,11 @@ _TRACERS = (
     (torch._C._TorchDispatchModeKey.PROXY, "make_fx or torch.export"),
     (torch._C._TorchDispatchModeKey.FAKE, "FakeTensorMode"),
 )
+
+
+def in_selective_checkpoint() -> bool:
+    """Whether a mode keeps results of operations, or hands out those that it has kept."""
+    return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
 
 
 def refuse_tracing(what: str) -> None:
