@@ -43,9 +43,9 @@ class BackwardTracker:
     [Note: nested backwards] Reentrant activation checkpointing runs an inner backward inside a node of the outer one,
     and the end of a task is the end of the backward when it is in no other. Where the recomputed forward uses a weight,
     it comes through gtp within the outer task, which so is known before the inner one. Where it does not (a norm, a
-    frozen or skipped layer), an inner task may come first. The Python stack shows that there is an outer one, which
-    cannot be joined from inside of the inner. It is joined when the inner task is destroyed, back in the outer one's
-    node; and where another thread destroys it, in front of the node that runs next. No end counts before that.
+    frozen or skipped layer), an inner task may come first. The Python stack shows the node of the outer one, which
+    cannot be joined from inside of the inner. It is joined when the inner task is destroyed, back in that node; and
+    where another thread destroys it, in front of the node that runs next. No end counts before that.
 
     Args:
         on_end: Called once, inside the outermost `backward()`, after its last node. Calls `forget` when all is
@@ -69,8 +69,7 @@ class BackwardTracker:
         self._on_failure = on_failure
         self._tasks: dict[int, weakref.ref[_EndOfTask]] = {}
         self._over: dict[int, weakref.ref[_EndOfTask]] = {}  # have ended inside of another one
-        self._inside = False  # whether the first of the tasks is in another one, which is not known
-        self._outer: _Outer | None = None
+        self._outer: _Outer | None = None  # of the first of the tasks, which is in another one that is not known
         self.current = NO_TASK
 
     def enter(self, task: int) -> None:
@@ -112,13 +111,13 @@ class BackwardTracker:
         self._tasks[task] = weakref.ref(end, on_death)
         Variable._execution_engine.queue_callback(end)
         if first:
-            self._inside, node = around(behind)
+            node = node_around(behind)
             self._outer = None if node is None else _Outer(node, self._join)
 
     def _expect_none(self) -> None:
         if self._outer is not None:
             self._outer.forget()
-        self._inside, self._outer = False, None
+        self._outer = None
 
     def _join(self) -> None:
         """In front of a node of the outer one."""
@@ -145,7 +144,7 @@ class BackwardTracker:
 
     def _ended(self, task: int) -> None:
         self.current = _UNSURE
-        if self._inside or self._other_lives(task):
+        if self._outer is not None or self._other_lives(task):
             self._over[task] = self._tasks.pop(task)
         else:
             self._on_end()
@@ -180,9 +179,9 @@ class _Outer:
         self._handles.clear()
 
 
-def around(behind: int = 0) -> tuple[bool, Any]:
-    """Whether the present backward was called inside of another one, and the Python node that called it; None if that
-    was a hook.
+def node_around(behind: int = 0) -> Any:
+    """The Python node of an outer backward in which the present one was called; None if it is the outermost, or a hook
+    called it.
 
     Args:
         behind: How many inner backwards' calls to pass by: they are on the stack, and over.
@@ -190,16 +189,13 @@ def around(behind: int = 0) -> tuple[bool, Any]:
     frame: Any = sys._getframe()
     for _ in range(behind + 1):
         frame = _caller(frame, _engine_run_backward)
-    frame = _caller(frame, _engine_run_backward, BackwardCFunction.apply)
-    if frame is None:
-        return False, None
-    return True, frame.f_locals["self"] if frame.f_code is BackwardCFunction.apply.__code__ else None
+    frame = _caller(frame, BackwardCFunction.apply)
+    return None if frame is None else frame.f_locals["self"]
 
 
-def _caller(frame: Any, *functions: Any) -> Any:
-    """The next frame outside of `frame` that runs one of these functions, or None."""
-    codes = [function.__code__ for function in functions]
+def _caller(frame: Any, function: Any) -> Any:
+    """The next frame outside of `frame` that runs `function`, or None."""
     frame = None if frame is None else frame.f_back
-    while frame is not None and frame.f_code not in codes:
+    while frame is not None and frame.f_code is not function.__code__:
         frame = frame.f_back
     return frame

@@ -17,7 +17,7 @@ import torch
 
 from gtp.config import GTPConfig
 from gtp.errors import GTPStateError, UnsupportedError
-from gtp.runtime.backward import NO_TASK, BackwardTracker, around, backward_task
+from gtp.runtime.backward import NO_TASK, BackwardTracker, backward_task, node_around
 from gtp.runtime.bracket import Bracket
 from gtp.runtime.capture import current_capture
 from gtp.runtime.checked import CheckedTransport
@@ -401,8 +401,7 @@ class GTPRuntime:
     def _enter_part(self, group: WeightGroup, task: int) -> None:
         """A backward uses a group: if it is one of a part and has just begun, its line does, too."""
         if not self._gatherer.line_open and (part := self._parts.begin_backward(group.index)) is not None:
-            inside, _ = around()
-            self._parts.task = NO_TASK if inside else task
+            self._parts.task = task if node_around() is None else NO_TASK
             self._gatherer.open_part(part.backward)
 
     def _enter_backward(self) -> None:
