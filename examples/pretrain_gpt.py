@@ -76,7 +76,7 @@ def _arguments() -> argparse.Namespace:
     add("--moe", type=int, default=0, metavar="N", help="N experts in every layer")
     add("--mtp", type=int, default=0, metavar="N", help="N more layers that predict further tokens")
     add("--recompute", action="store_true", help="recompute activations in backward")
-    add("--distributed-optimizer", action="store_true", help="Megatron's DistributedOptimizer, for GPUs")
+    add("--distributed-optimizer", action="store_true", help="Megatron's DistributedOptimizer; on gloo it may crash")
     add("--save", type=Path, default=None, help="folder for a checkpoint of the sharded run")
     add("--load", type=Path, default=None, help="folder of a checkpoint that both runs start from")
     add("--data", type=Path, default=None, help="file or folder of text (default: Python's standard library)")
