@@ -201,6 +201,32 @@ def test_training_is_exact_in_any_order_of_events(world: str, serial: bool, seed
         check(me, over, steps, grads[me.rank])
 
 
+@given(seed=st.integers(0, 2**31))
+@settings(max_examples=30)
+def test_reductions_in_flight_are_exact_where_lines_end_and_begin_in_between(seed: int) -> None:
+    """A shard that is written in mid-backward interrupts its line, and what is on its way then still is."""
+    ranks = make_ranks(Machine(3), [(0, 1, 2)] * 2, [[(30, 20)], [(9, 4)]])
+    grads: list[list[torch.Tensor]] = [[] for _ in ranks]
+    for me in ranks:
+        flying = []
+        for value in range(7):
+            me.transport.open(me.groups)
+            for group in me.groups[: 1 + value % 2]:  # now one, now two of them before the next line
+                wgrads = me.wgrads(group, value)
+                into = [torch.empty(m.shard.shape) for m in group.members]
+                flying.append((me.transport.start_reduce(group, wgrads, into, [False], 1), wgrads))
+                grads[me.rank] += into
+            me.transport.close()
+        for reduction in flying:
+            finish(me, *reduction)
+    ranks[0].driver.machine.run(seed)
+    for me, found in zip(ranks, grads, strict=True):
+        got = iter(found)
+        for value in range(7):
+            for group in me.groups[: 1 + value % 2]:
+                assert torch.equal(next(got), expected_sum(group, 0, (0, 1, 2), value, me.rank))
+
+
 @pytest.mark.parametrize("serial", [False, True], ids=["parallel", "serial"])
 @given(seed=st.integers(0, 2**31))
 @settings(max_examples=6)

@@ -39,10 +39,12 @@ class _Pool(BufferPool):
 
     current: Any
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_order: bool = False, limit: int = 1 << 20) -> None:
         self.current = _Stream()
         self.recorded: list[Any] = []
-        super().__init__(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), limit=1 << 20, on_cuda=True)
+        super().__init__(
+            lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), limit=limit, on_cuda=True, in_order=in_order
+        )
 
     def _current_stream(self) -> Any:
         return self.current
@@ -73,13 +75,30 @@ def test_a_copy_used_on_two_streams_is_waited_for_and_ended_on_both() -> None:
         assert first.waited_for == []
 
 
-def test_a_wgrad_ends_on_the_current_stream() -> None:
-    pool = _Pool()
+def test_a_wgrad_waits_for_the_stream_where_its_memory_was_used_last_if_that_is_another_one() -> None:
+    pool = _Pool(in_order=True)
+    first, second = pool.current, _Stream()
+    waits = []
+    for stream in (first, second, first, first):  # memory that is fresh, then of the first's, the second's, its own
+        pool.current = stream
+        buffer = pool.lease(256)
+        pool.await_streams(buffer)
+        waits.append([*stream.waited_for])
+        pool.let_go(buffer)
+    assert waits == [[], [first], [second], [second]]
+    assert pool.recorded == []
+    assert pool.reserved_bytes == 256
+
+
+def test_memory_of_a_wgrad_goes_back_to_the_allocator_behind_its_last_use() -> None:
+    pool = _Pool(in_order=True, limit=256)
+    home = pool.current
     buffer = pool.lease(256)
-    pool.recorded.clear()
-    pool.current = _Stream()
+    pool.await_streams(buffer)
+    pool.current = other = _Stream()
     pool.let_go(buffer)
-    assert pool.recorded == [pool.current]
+    pool.lease(512)  # over the limit: the free one goes
+    assert home.waited_for == [other]
 
 
 class _FakeCuda:
