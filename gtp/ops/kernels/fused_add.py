@@ -106,7 +106,8 @@ class FusedAdd:
 
     [Note: launching without the front door] Triton's own launch looks at every argument to pick a specialization, which
     costs more host time than the launch. All that it could find out is known here from dtypes and alignment, so the
-    first launch of each kind goes through the front door, and later ones use the compiled kernel that it returned.
+    first launch of each kind goes through the front door, and later ones call the launcher of the compiled kernel that
+    it returned, without Triton's hooks of profilers.
 
     Args:
         rank, size: This rank and the number of contributions.
@@ -120,7 +121,7 @@ class FusedAdd:
         self._programs = programs
         self._block = block
         self._warps = warps
-        self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], int]] = {}
+        self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], int]] = {}  # kernel, constants, block
 
     def __call__(
         self,
@@ -161,7 +162,10 @@ class FusedAdd:
         kernel, constants, block = found
         programs = min(self._programs, -(-count // block))
         factor = 1.0 / divisor if scale else float(divisor)
-        kernel[(programs, 1, 1)](address, own, received, stride, count, factor, *constants, stream=stream)
+        kernel.run(
+            programs, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None,
+            address, own, received, stride, count, factor, *constants,
+        )  # fmt: skip
 
     def _compile(self, into: torch.Tensor, wire: torch.dtype, how: int, aligned: bool) -> None:
         """Both with and without accumulation: a step that is captured may need the one that warm-up did not."""
