@@ -192,8 +192,7 @@ class CopyEngineTransport(Transport):
         domains = list(dict.fromkeys(self._domains[g.process_group] for g in groups))
         current = driver.current_stream()
         for domain in domains:
-            if captured:
-                domain.restart_turns()
+            domain.restart_turns()
             domain.opened_with = None
             if domain.size > 1:
                 domain.opened_with = domain.line(captured)

@@ -28,7 +28,7 @@ from gtp.runtime.in_place import whole_pages
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lane:
-    """The part of a mailbox's traffic that one stream carries, in graphs."""
+    """The part of a mailbox's traffic that one stream carries."""
 
     stream: int
     peers: tuple[int, ...]
@@ -45,7 +45,6 @@ class Mailbox:
         inbox: Address of this rank's own room; sender after sender, `stride` bytes apart, this rank left out.
         stride: Bytes for one contribution, a multiple of 256.
         outbox: Per rank, the address in its memory where this rank's contribution goes; 0 for this rank.
-        exchange: Says that this rank has sent, and waits until all others have: a signal batch for eager code.
         lanes: Who sends what.
         index: Position in the domain.
     """
@@ -54,7 +53,6 @@ class Mailbox:
     inbox: int
     stride: int
     outbox: tuple[int, ...]
-    exchange: Any
     lanes: tuple[Lane, ...]
     index: int
 
@@ -69,7 +67,7 @@ class Domain:
         make_arena: Allocates. Called once, collectively.
         mailbox_bytes: Upper bound on one mailbox; the widest message of the groups may need less.
         mailboxes: How many take turns, in eager code and in graphs each: one is filled while another is read.
-        send_streams: Streams that carry contributions in graphs; peers are dealt over them.
+        send_streams: Streams that carry contributions; peers are dealt over them.
         watch: Told of every wait. None where nobody watches.
         pages: Where shards may be mapped a second time, and how blocks for them are made on all ranks; None where they
             may not.
@@ -146,7 +144,7 @@ class Domain:
         return self._closing[self._lines.index(line)]
 
     def next_mailbox(self, captured: bool) -> Mailbox:
-        """In turns, which all ranks take alike because they reduce in the same order: see [Note: order alone].
+        """In turns, which all ranks take alike because they reduce in the same order.
 
         A graph of a part of a line may be replayed while eager reductions of that line are in flight, and nothing
         orders the two: they must not meet in a mailbox.
@@ -156,9 +154,8 @@ class Domain:
         return self.mailboxes[2 * (turn % (len(self.mailboxes) // 2)) + captured]
 
     def restart_turns(self) -> None:
-        """Of graphs, at a line: the mailboxes of one depend on nothing that was captured before, on some ranks perhaps
-        once more than on others. Turns of eager code go on: see [Note: order alone]."""
-        self._turns[True] = 0
+        """At a line, so that eager lines and graphs of whole lines give the same mailboxes to the same reductions."""
+        self._turns = [0, 0]
 
     def address(self, member: Member, rank: int) -> int:
         """Where `rank` publishes its shard of a member, as mapped here."""
@@ -220,8 +217,7 @@ class Domain:
             if peers:
                 reclaim, post = hands.reclaim_ops(peers), hands.post_ops(peers)
                 lanes.append(Lane(stream, peers, self._driver.batch(reclaim), self._driver.batch(post)))
-        exchange = self._driver.batch(hands.post_ops(hands.peers) + hands.await_ops(hands.peers))
-        return Mailbox(hands, self.arena.pointers[self.rank] + inbox, stride, outbox, exchange, tuple(lanes), index)
+        return Mailbox(hands, self.arena.pointers[self.rank] + inbox, stride, outbox, tuple(lanes), index)
 
 
 def _in_pages(groups: Sequence[WeightGroup], page: int) -> dict[Member, int]:

@@ -1,13 +1,4 @@
-"""`Mail`: every rank sends the slices of its wgrads to their owners, and each owner adds what arrived.
-
-[Note: order alone] In eager code one stream does everything, message after message: it sends, says so, waits until the
-peers have said so, and adds. Two mailboxes take turns for ever. Whoever has seen a peer's message k has therefore seen
-that this peer is done with message k - 1, which is the last one in the mailbox of message k + 1. So nobody asks whether
-a mailbox is free, and the driver is called half as often.
-
-A graph may be replayed after any other one, which breaks the turns, and its calls cost the host nothing. So in there
-every mailbox is asked for and given back, and messages travel on streams of their own while earlier ones are added.
-"""
+"""`Mail`: every rank sends the slices of its wgrads to their owners, and each owner adds what arrived."""
 
 from __future__ import annotations
 
@@ -41,12 +32,12 @@ class Mail:
         self._sms = sms
         self._adders: dict[tuple[int, int], Any] = {}
         self._released: dict[tuple[Domain, int], tuple[int, int]] = {}  # by mailbox: event, and the capture it is of
-        self.streams = (driver.new_stream(), driver.new_stream())  # that carry contributions in graphs
+        self.streams = (driver.new_stream(), driver.new_stream())  # that carry contributions
         self._adds = driver.new_stream()
 
     @property
     def all_streams(self) -> tuple[int, ...]:
-        """Where contributions travel in graphs, and where they are added, and travel in eager code."""
+        """Where contributions travel, and where they are added."""
         return (*self.streams, self._adds)
 
     def reduce(
@@ -61,20 +52,16 @@ class Mail:
         """`shared`: every rank gets the whole of every wgrad, instead of the slice that is its own."""
         driver, domain = self._driver, plan.domain
         capture = driver.capture()
-        ready = self._events.take()
+        ready, sent = self._events.take(), self._events.take()
         driver.record(ready, driver.current_stream())
-        driver.wait_event(self._adds, ready)
+        if domain.size == 1:  # else it waits for what was sent, which waits for this
+            driver.wait_event(self._adds, ready)
         wire = wgrads[0].dtype
         addresses = [wgrad.data_ptr() for wgrad in wgrads]
-        rank = 0 if shared else domain.rank
         add = self._adder_for(domain)
         for message in plan.messages:
-            mailbox = domain.next_mailbox(bool(capture)) if domain.size > 1 else None
-            if mailbox is not None and capture:
-                self._exchange_in_graph(domain, mailbox, message, addresses, ready, capture, shared)
-            elif mailbox is not None:
-                self._send(mailbox, mailbox.hands.peers, message, addresses, self._adds, shared)
-                driver.submit(mailbox.exchange, self._adds)
+            mailbox = self._push(domain, message, addresses, ready, sent, capture, shared)
+            rank = 0 if shared else domain.rank
             for part in message:
                 add(
                     into[part.member],
@@ -88,57 +75,54 @@ class Mail:
                     accumulate[part.member],
                     self._adds,
                 )
-            if mailbox is not None and capture:
+            if mailbox:
                 driver.submit(mailbox.hands.release, self._adds)
                 self._note_release(domain, mailbox, capture)
+        self._events.give(sent)
         driver.record(ready, self._adds)
         # The additions know addresses only, and of what a frozen weight gets nobody else has the memory.
         return Ticket([ready], into)
 
-    def _send(
-        self,
-        mailbox: Mailbox,
-        peers: Sequence[int],
-        message: tuple[Part, ...],
-        addresses: list[int],
-        stream: int,
-        shared: bool,
-    ) -> None:
-        """This rank's contributions to `peers`."""
-        for peer in peers:
-            outbox, rank = mailbox.outbox[peer], 0 if shared else peer
-            for part in message:
-                source = addresses[part.member] + rank * part.slice_bytes + part.start_bytes
-                self._driver.copy(outbox + part.in_mailbox, source, part.nbytes, stream)
-
-    def _exchange_in_graph(
+    def _push(
         self,
         domain: Domain,
-        mailbox: Mailbox,
         message: tuple[Part, ...],
         addresses: list[int],
         ready: int,
+        sent: int,
         capture: int,
         shared: bool,
-    ) -> None:
-        """Sends once the mailbox is free, and makes the addition wait for what the peers send."""
-        driver, sent = self._driver, self._events.take()
+    ) -> Mailbox | None:
+        """Sends this rank's contributions, and makes the addition wait for what the peers send."""
+        if domain.size == 1:
+            return None
+        driver = self._driver
+        mailbox = domain.next_mailbox(bool(capture))
         released, within = self._released.get((domain, mailbox.index), (0, 0))
         for lane in mailbox.lanes:
             driver.wait_event(lane.stream, ready)
-            if capture == within:
+            if capture and capture == within:
                 driver.wait_event(lane.stream, released)
             driver.submit(lane.reclaim, lane.stream)
-            self._send(mailbox, lane.peers, message, addresses, lane.stream, shared)
+            for peer in lane.peers:
+                outbox, rank = mailbox.outbox[peer], 0 if shared else peer
+                for part in message:
+                    source = addresses[part.member] + rank * part.slice_bytes + part.start_bytes
+                    driver.copy(outbox + part.in_mailbox, source, part.nbytes, lane.stream)
             driver.submit(lane.post, lane.stream)
             driver.record(sent, lane.stream)
             # See [Note: no deadlock]: also what makes `wgrads` free when the additions are done.
             driver.wait_event(self._adds, sent)
-        self._events.give(sent)
         driver.submit(mailbox.hands.await_posts, self._adds)
+        return mailbox
 
     def _note_release(self, domain: Domain, mailbox: Mailbox, capture: int) -> None:
-        """Orders the graph's next wait for this mailbox after this rank's own use: see [Note: no deadlock]."""
+        """In a graph, orders the next wait for this mailbox after this rank's own use: see [Note: no deadlock].
+
+        Eager code has that order anyway, from the order in which it queues.
+        """
+        if not capture:
+            return
         key = (domain, mailbox.index)
         event = self._released[key][0] if key in self._released else self._driver.new_event()
         self._driver.record(event, self._adds)
