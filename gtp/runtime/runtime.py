@@ -7,26 +7,28 @@ when the runtime goes.
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from gtp.config import GTPConfig
 from gtp.errors import GTPStateError, UnsupportedError
-from gtp.runtime.backward import NO_TASK, BackwardTracker, backward_task, node_around
+from gtp.runtime.backward import NO_TASK, BackwardTracker, backward_task
 from gtp.runtime.bracket import Bracket
 from gtp.runtime.capture import current_capture
 from gtp.runtime.checked import CheckedTransport
 from gtp.runtime.gloo_exit import wait_for_gloo_at_exit
-from gtp.runtime.group import ShardOwner, WeightGroup
-from gtp.runtime.parts import Part, Parts
+from gtp.runtime.group import WeightGroup
+from gtp.runtime.lines import Lines
+from gtp.runtime.parts import Parts
 from gtp.runtime.pools import make_pools, prefetch_window, reduce_window
 from gtp.runtime.reduction import Reducer
-from gtp.runtime.replicated import ReplicatedGradients, is_returned
+from gtp.runtime.replicated import ReplicatedGradients
 from gtp.runtime.residency import Gatherer
 from gtp.runtime.returned import ReturnedGradients
 from gtp.runtime.schedule import Phase, Schedule
@@ -69,11 +71,8 @@ class GTPRuntime:
         self._started = False
         self._on_cuda = device.type == "cuda"  # where there are captures
         self._capture = 0
-        self._gradients_returned = False
         self._parts = Parts()
-        self._returned = ReturnedGradients()
-        self._in_forward = False
-        self._opening = False
+        self.returned = ReturnedGradients(self._parts, begin_work=_weakly(self._ready))
         self.replicated = ReplicatedGradients(
             transport, mean=config.grad_reduce == "mean", on_gradient=_weakly(self._enter_backward)
         )
@@ -113,21 +112,29 @@ class GTPRuntime:
             owner = member.owner()
             if owner is not None and owner.plain_shard().data_ptr() != member.shard.data_ptr():
                 owner.adopt(member.shard)
-        self._schedule = self._new_schedule()
+        window = prefetch_window(groups, config)
+        new_schedule = functools.partial(
+            Schedule, [g.gathered_nbytes for g in groups], prefetch_bytes=window, keep_bytes=config.keep_bytes
+        )
+        self._schedule = new_schedule()
         self._pools = self._eager_pools = make_pools(groups, config, self.device)
         self._gatherer = Gatherer(groups, self._schedule, self._pools.gathers, self._transport, self.before_gather)
         self._reducer = Reducer(groups, self._pools.wgrads, self._transport, config, reduce_window(groups, config))
+        self._lines = Lines(
+            self._gatherer,
+            self.replicated,
+            self._parts,
+            new_schedule,
+            groups,
+            begin_work=_weakly(self._ready),
+            abandon=_weakly(self._abandon),
+        )
         self._started = True
         _log.info(
             "gtp: %d weight groups over %s, %.1f MiB gathered, transport %s (%s)",
             len(groups), self.device, sum([g.gathered_nbytes for g in groups]) / 2**20, self._transport.name,
             self._transport_reason,
         )  # fmt: skip
-
-    def _new_schedule(self) -> Schedule:
-        groups, config = self._groups, self.config
-        window = prefetch_window(groups, config)
-        return Schedule([g.gathered_nbytes for g in groups], prefetch_bytes=window, keep_bytes=config.keep_bytes)
 
     def attach(self, root: torch.nn.Module) -> None:
         """Brackets the forwards of `root`: within them weights are prefetched."""
@@ -138,84 +145,23 @@ class GTPRuntime:
     # -- lines ---------------------------------------------------------------------------------------------------
 
     def enter_forward(self) -> None:
-        """A forward of the whole model begins. One recomputed in a backward changes nothing.
-
-        The line is drawn by the first use of a weight, and not here: the root's other pre-hooks, which may write
-        shards or wait for somebody who does, come after this one. A forward that was left by a KeyboardInterrupt has
-        not said so; this one begins anew all the same.
-        """
+        """A forward of the whole model begins. One recomputed in a backward changes nothing."""
         if backward_task() == NO_TASK:
             with torch.inference_mode(False):
                 self._ready()
-            self.replicated.hook_trainable()
-            self._in_forward = self._opening = True
+            self._lines.enter_forward()
 
     def exit_forward(self) -> None:
-        """The forward has ended, by return or by exception. Without grad mode no backward follows: shards are free."""
-        if backward_task() != NO_TASK:
-            return
-        self._in_forward = False
-        if not torch.is_grad_enabled():
-            self._opening = False
-            with torch.inference_mode(False), torch.no_grad():
-                self._gatherer.close_line()
+        """The forward has ended, by return or by exception."""
+        if backward_task() == NO_TASK and self._started:  # not if starting is what raised
+            self._lines.exit_forward()
 
-    def add_part(self) -> Part:
-        """A module is about to be captured by itself: its forwards run inside `part_forward`, until `forget_parts`."""
+    @property
+    def lines(self) -> Lines:
+        """When lines begin and end. The first use of the runtime, if there was none before."""
         with torch.inference_mode(False):
             self.start()
-        part = Part(self._new_schedule, self._groups)
-        self._parts.added.append(part)
-        return part
-
-    @contextmanager
-    def part_forward(self, part: Part) -> Iterator[None]:
-        """A forward of a part, in a warm-up or a capture: a line of its own, as is the backward that begins next with a
-        weight that it used. Inside of another forward, or recomputed in a backward, it is part of that.
-
-        Raises:
-            GTPStateError: a forward of the model waits for its backward.
-        """
-        if self._in_forward or backward_task() != NO_TASK:
-            yield
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            self._ready()
-            self.replicated.hook_trainable()
-            self._gatherer.open_part(part.forward)
-        self._in_forward = True
-        try:
-            yield
-            self._in_forward = False
-            with torch.inference_mode(False), torch.no_grad():
-                self._gatherer.close_line()
-        except BaseException:
-            self._abandon()
-            raise
-        if torch.is_grad_enabled():
-            self._parts.await_backward(part)
-
-    def forget_parts(self) -> None:
-        """The parts are captured."""
-        self._parts.forget()
-
-    def gradient_returned(self, owner: ShardOwner, grad: torch.Tensor) -> torch.Tensor | None:
-        """For a hook of autograd's: a reduced gradient of a shard is about to be accumulated, or returned.
-
-        Returns:
-            The gradient to go on with; None: this one.
-        """
-        if self._parts.added or (self._on_cuda and current_capture(self.device)):
-            return None  # the graph that is captured returns it
-        if is_returned(cast("torch.Tensor", owner)):
-            return grad.clone()  # the next replay writes where this one is
-        self._ready()
-        self._returned.arrives(owner)
-        return None
-
-    def gradient_accumulated(self, owner: ShardOwner) -> None:
-        """For a hook of autograd's, behind `gradient_returned`."""
-        self._returned.arrived(owner)
+        return self._lines
 
     def before_write(self, groups: Sequence[WeightGroup]) -> None:
         """Shards of these groups are about to be written in place."""
@@ -242,25 +188,25 @@ class GTPRuntime:
         task = self._ready()
         inside = True
         if task == NO_TASK:
-            inside = self._in_forward
+            inside = self._lines.in_forward
         else:
             if phase is Phase.FORWARD:
                 phase = Phase.RECOMPUTE
             if self._parts.added:
-                self._enter_part(group, task)
+                self._lines.enter_part_backward(group, task)
         if self.config.debug:
             self._transport.agree(group.process_group, f"use {group.name} in {phase.name.lower()}")
         if torch.is_inference_mode_enabled():
             # Pooled memory outlives the mode, and what is written through an inference tensor could not be reused.
             with torch.inference_mode(False), torch.no_grad():
-                return self._consume(group, phase, inside)
-        return self._consume(group, phase, inside)
+                return self._lines.consume(group, phase, inside)
+        return self._lines.consume(group, phase, inside)
 
     def grad_buffer(self, group: WeightGroup, position: int) -> torch.Tensor:
         """Where the wgrad of one member goes, `[rows, *trailing]`."""
         task = self._ready()
         if self._parts.added and task != NO_TASK:
-            self._enter_part(group, task)
+            self._lines.enter_part_backward(group, task)
         return self._reducer.grad_buffer(group, position)
 
     def finalize(self, group: WeightGroup, wgrads: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
@@ -268,10 +214,10 @@ class GTPRuntime:
         None stands for a weight that had no part in what was differentiated.
 
         Returns:
-            None; inside `gradients_returned` the reduced gradients `[shard_rows, *trailing]`, one per weight.
+            None; inside `returned.asked_for` the reduced gradients `[shard_rows, *trailing]`, one per weight.
         """
         task = self._ready()
-        if self._gradients_returned:
+        if self.returned.asked:
             # at the end of a part's own backward nobody has read them; who runs one inside of it may, and so does
             # anomaly mode
             own = self._gatherer.in_part and task == self._parts.task
@@ -285,15 +231,6 @@ class GTPRuntime:
                 self._abandon()  # inside a backward, its tracker sees to that
                 raise
         return None
-
-    @contextmanager
-    def gradients_returned(self) -> Iterator[None]:
-        """Backwards inside hand reduced gradients back to autograd, for `torch.autograd.grad`."""
-        before, self._gradients_returned = self._gradients_returned, True
-        try:
-            yield
-        finally:
-            self._gradients_returned = before
 
     # -- for users -----------------------------------------------------------------------------------------------
 
@@ -389,21 +326,6 @@ class GTPRuntime:
             self._pools.gathers.end()
         self._capture, self._pools = capture, pools
 
-    def _consume(self, group: WeightGroup, phase: Phase, inside: bool) -> list[torch.Tensor]:
-        if self._opening and inside:
-            self._opening = False
-            with torch.no_grad():
-                self._gatherer.open_line()
-        elif not inside:
-            self.replicated.hook_trainable()
-        return self._gatherer.consume(group, phase, inside=inside)
-
-    def _enter_part(self, group: WeightGroup, task: int) -> None:
-        """A backward uses a group: if it is one of a part and has just begun, its line does, too."""
-        if not self._gatherer.line_open and (part := self._parts.begin_backward(group.index)) is not None:
-            self._parts.task = task if node_around() is None else NO_TASK
-            self._gatherer.open_part(part.backward)
-
     def _enter_backward(self) -> None:
         if backward_task() != NO_TASK:
             self._ready()
@@ -411,19 +333,19 @@ class GTPRuntime:
     def _abandon(self) -> None:
         """A forward or backward raised: nothing of it is delivered, nothing stays in flight."""
         self._backward.forget()
-        self._in_forward = self._opening = False
+        self._lines.forget_forward()
         self._reducer.abandon()
         self._put_gradients_back()
         self._gatherer.drop_all()
 
     def _put_gradients_back(self) -> None:
         self.replicated.abandon()
-        self._returned.abandon()
+        self.returned.abandon()
 
     def _end_of_backward(self) -> None:
         owners = self._reducer.end_backward()
-        if self._returned.sums:
-            others = self._returned.deliver()
+        if self.returned.sums:
+            others = self.returned.deliver()
             if not self._reducer.accumulate_only:  # which ends with no sum complete
                 owners = list(dict.fromkeys([*owners, *others]))
         parameters = self.replicated.end_backward()
@@ -446,7 +368,7 @@ class GTPRuntime:
         )
 
 
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+def _weakly(method: Callable[[], object]) -> Callable[[], None]:
     """`method` for a part of its object to call: without it, deleting a model would free its memory only when the
     cyclic garbage collector comes by."""
     reference = weakref.WeakMethod(method)

@@ -39,7 +39,7 @@ def grad(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = {**kwargs, "materialize_grads": False, "allow_unused": True}
     with contextlib.ExitStack() as stack:
         for runtime in dict.fromkeys(weight.handle.runtime for weight in weights):
-            stack.enter_context(runtime.gradients_returned())
+            stack.enter_context(runtime.returned.asked_for())
         grads = _run(kind, torch.autograd.grad, (_edges(kind, outputs), _edges(kind, inputs)), kwargs)
     if zeros:
         grads = tuple(_zeros_like(kind, t) if g is None else g for g, t in zip(grads, inputs, strict=True))

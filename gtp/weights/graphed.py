@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from gtp.runtime.lines import Lines
 from gtp.runtime.parts import Part
 from gtp.runtime.replicated import is_replicated
-from gtp.runtime.runtime import GTPRuntime
 from gtp.weights.parameter import GTPWeight
 from gtp.weights.rules import plain_access
 
@@ -53,9 +53,10 @@ def make_graphed_callables(
     with contextlib.ExitStack() as stack:
         for module in modules:
             runtimes = dict.fromkeys([w.handle.runtime for w in module.parameters() if isinstance(w, GTPWeight)])
-            for runtime in runtimes:
-                stack.callback(runtime.forget_parts)
-            stack.enter_context(_forwards_are_parts(module, [(runtime, runtime.add_part()) for runtime in runtimes]))
+            all_lines = [runtime.lines for runtime in runtimes]
+            for lines in all_lines:
+                stack.callback(lines.forget_parts)
+            stack.enter_context(_forwards_are_parts(module, [(lines, lines.add_part()) for lines in all_lines]))
         graphed = torch.cuda.make_graphed_callables(callables, sample_args, num_warmup_iters, allow_unused_input, pool)
     for parameter in dict.fromkeys([p for module in modules for p in module.parameters() if p.requires_grad]):
         if isinstance(parameter, GTPWeight):
@@ -68,15 +69,15 @@ def make_graphed_callables(
 
 
 @contextlib.contextmanager
-def _forwards_are_parts(module: nn.Module, parts: list[tuple[GTPRuntime, Part]]) -> Iterator[None]:
+def _forwards_are_parts(module: nn.Module, parts: list[tuple[Lines, Part]]) -> Iterator[None]:
     """Forwards of the module are those of its parts, one per runtime. Not by hooks, which torch refuses to graph."""
     forward: Callable[..., Any] = module.forward
     own = vars(module).get("forward")
 
     def bracketed(*args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
-            for runtime, part in parts:
-                stack.enter_context(runtime.part_forward(part))
+            for lines, part in parts:
+                stack.enter_context(lines.part_forward(part))
             return forward(*args, **kwargs)
 
     vars(module)["forward"] = bracketed  # torch's new forward calls it where training or eval is not as captured
@@ -102,12 +103,12 @@ def _await_gradients(weight: GTPWeight) -> None:
         target = reference()
         if grad is None or target is None:  # None: the runtime has delivered it, without autograd
             return None
-        return target.handle.runtime.gradient_returned(target, grad)
+        return target.handle.runtime.returned.arrives(target, grad)
 
     def arrived(_: torch.Tensor) -> None:
         target = reference()
         if target is not None:
-            target.handle.runtime.gradient_accumulated(target)
+            target.handle.runtime.returned.arrived(target)
 
     with plain_access():
         torch.Tensor.register_hook(weight, arrives)  # type: ignore[no-untyped-call]

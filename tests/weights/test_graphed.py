@@ -73,9 +73,10 @@ class Capture:
         self.before = lambda time: None
 
     def run(self):
-        add_part = self.runtime.add_part
+        lines = self.runtime.lines
+        add_part = lines.add_part
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.runtime, "add_part", lambda: self.parts.append(add_part()) or self.parts[-1])
+            patch.setattr(lines, "add_part", lambda: self.parts.append(add_part()) or self.parts[-1])
             patch.setattr(torch.cuda, "make_graphed_callables", self)
             blocks = tuple(self.sharded.blocks)
             assert gtp.make_graphed_callables(blocks, tuple((x,) for x in self.x[rank()])) == blocks
