@@ -264,7 +264,7 @@ class BufferPool:
     def _retire(self, buffer: Buffer) -> None:
         if buffer.streams:
             self._ends(buffer, buffer.streams)
-        elif (current := self._current_stream()) is not None:
+        elif self._on_cuda and (current := self._current_stream()) is not None:
             self._ends(buffer, [current])  # handed to no reader, it was last used in the order of the current stream
         self.leased_bytes -= buffer.nbytes
         self._free.setdefault(buffer.kind, []).append(buffer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -57,6 +58,7 @@ def make_graphed_callables(
             for lines in all_lines:
                 stack.callback(lines.forget_parts)
             stack.enter_context(_forwards_are_parts(module, [(lines, lines.add_part()) for lines in all_lines]))
+        stack.enter_context(_garbage_stays())
         graphed = torch.cuda.make_graphed_callables(callables, sample_args, num_warmup_iters, allow_unused_input, pool)
     for parameter in dict.fromkeys([p for module in modules for p in module.parameters() if p.requires_grad]):
         if isinstance(parameter, GTPWeight):
@@ -66,6 +68,20 @@ def make_graphed_callables(
         ):
             parameter.register_hook(_KeepsFirst(parameter))
     return graphed
+
+
+@contextlib.contextmanager
+def _garbage_stays() -> Iterator[None]:
+    """Collects garbage before, and none inside. Graphs of an earlier capture may be among it, and where one is destroyed
+    in a thread of autograd's, CUDA gives up the capture that is going on."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

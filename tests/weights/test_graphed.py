@@ -638,3 +638,49 @@ def _captured_often():
 
 def test_captures_leave_one_hook_each_and_show_no_unfinished_gradient(ranks):
     ranks(2).run(_captured_often)
+
+
+def _garbage_of_a_capture(fails: bool) -> None:
+    """What torch's function sees of the garbage collector."""
+    seen: list[str] = []
+
+    def garbage(name: str) -> None:
+        block = Block()  # stands for a graph that nobody has any more, and that nobody has looked for
+        block.itself = [block]
+        weakref.finalize(block, seen.append, f"{name} destroyed")
+
+    def capture(callables, *_):
+        seen.append("begins")
+        garbage("new")
+        for _ in range(5):
+            [[] for _ in range(gc.get_threshold()[0] * 20)]  # enough to make the collector look
+        seen.append("ends")
+        if fails:
+            raise RuntimeError("cannot be captured")
+        return callables
+
+    model = Model()
+    gtp.shard_model(model, dist.group.WORLD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "make_graphed_callables", capture)
+        for enabled in (True, False):
+            (gc.enable if enabled else gc.disable)()
+            try:
+                seen.clear()
+                garbage("old")
+                if fails:
+                    with pytest.raises(RuntimeError, match="cannot be captured"):
+                        gtp.make_graphed_callables(model.blocks[0], (torch.ones(2, 8),))
+                else:
+                    gtp.make_graphed_callables(model.blocks[0], (torch.ones(2, 8),))
+                assert gc.isenabled() is enabled
+                gc.collect()
+            finally:
+                gc.enable()
+            assert seen == ["old destroyed", "begins", "ends", "new destroyed"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_garbage_is_collected_during_a_capture(ranks, fails):
+    """A graph that is destroyed in another thread ends the capture: one of before is destroyed before."""
+    ranks(2).run(_garbage_of_a_capture, fails)
