@@ -72,8 +72,8 @@ def make_graphed_callables(
 
 @contextlib.contextmanager
 def _garbage_stays() -> Iterator[None]:
-    """Collects garbage before, and none inside. Graphs of an earlier capture may be among it, and where one is destroyed
-    in a thread of autograd's, CUDA gives up the capture that is going on."""
+    """Collects garbage before, and none inside. Graphs of an earlier capture may be among it, and where one is
+    destroyed in a thread of autograd's, CUDA gives up the capture that is going on."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
