@@ -22,13 +22,14 @@ part() { # name, seconds, command...
     timeout --kill-after=10 "$seconds" "$@" || failed+=("$name")
 }
 
-for name in ${*:-tests step moe overlap collective_gemm megatron_gpt megatron_curves soak}; do
+for name in ${*:-tests step host_step moe overlap collective_gemm megatron_gpt megatron_curves soak}; do
     case $name in
     tests) part tests 570 "$python" -m pytest -m gpu -q -p no:cacheprovider tests ;;
     step)
         part step 260 "$python" -m benchmarks.step --cases llama --impls 'unsharded,gtp,fsdp2 per block,fsdp2 per linear' \
             --out "$out/step.json"
         ;;
+    host_step) part host_step 60 "$python" -m benchmarks.host_step --out "$out/host_step.json" ;;
     moe) part moe 120 "$python" -m benchmarks.step --cases moe --tokens 4096,1024 --out "$out/step_moe.json" ;;
     overlap) part overlap 100 "$python" -m benchmarks.overlap --out "$out/overlap.json" ;;
     collective_gemm)
