@@ -22,6 +22,7 @@ from gtp.megatron.refusals import refuse_settings
 from gtp.megatron.saved_tensors import refuse_hooks_around
 from gtp.megatron.tied import accept_supplied_weight
 from gtp.megatron.weight import MegatronGTPWeight
+from gtp.ops.compilers import never_compiled
 from gtp.weights.layout import ShardLayout
 from gtp.weights.shard import take_shard
 
@@ -47,6 +48,7 @@ class GTPEmbeddingWeight(torch.autograd.Function):
         return full
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return ctx.weight.wgrad_reduce_scatter(grad)
 

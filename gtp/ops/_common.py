@@ -17,14 +17,11 @@ memory and no view.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._compile import _disable_dynamo
 
 from gtp.errors import GTPValueError, ProtocolError, UnsupportedError
 from gtp.protocol import (
@@ -36,23 +33,6 @@ from gtp.protocol import (
 
 # Metadata of a shard is read past its __torch_function__: it costs less, and it is the plain tensor's in any case.
 plain_access = torch._C.DisableTorchFunctionSubclass
-
-
-def outside_graphs[F: Callable[..., Any]](function: F) -> F:
-    """Gathers and reductions cannot be traced: torch.compile breaks its graph where `function` is called.
-
-    Outside of everything compiled it is called as it is. Else by torch's own form of `torch.compiler.disable`, which
-    loads Dynamo at the first call and not, for everybody, at import.
-    """
-    disabled = _disable_dynamo(function)
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() is not None:
-            return disabled(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return cast("F", call)
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., torch.Tensor]:
@@ -97,7 +77,7 @@ def is_surely_plain(weight: torch.Tensor) -> bool:
     """Whether the weight is not managed, and is of a class for which torch.compile can tell.
 
     While tracing, torch takes an attribute of a tensor subclass that has a `__getattr__` of its own for missing, and a
-    shard would pass for a full weight. So other classes are asked outside the graph (`outside_graphs`).
+    shard would pass for a full weight. So other classes are asked outside the graph (`gtp.ops.compilers`).
     """
     kind = type(weight)
     return (kind is torch.nn.Parameter or kind is torch.Tensor) and not is_managed(weight)

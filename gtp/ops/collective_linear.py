@@ -51,9 +51,10 @@ from gtp.ops._collective_common import (
     forward_matrix,
     written_wgrad,
 )
-from gtp.ops._common import autocast_dtype, is_wanted, outside_graphs, refused_double_backward
+from gtp.ops._common import autocast_dtype, is_wanted, refused_double_backward
 from gtp.ops._spmd_rules import gather_multi_rule, gather_rule, scatter_rule
 from gtp.ops.collective_backends import Factor, GemmBackend
+from gtp.ops.compilers import never_compiled, outside_graphs
 from gtp.ops.sequence import from_rows, rows_of
 from gtp.protocol import is_distributed_weight
 
@@ -91,6 +92,7 @@ class AllGatherLinear(torch.autograd.Function):
         return ys[0]
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[_Optional, ...]:
         needs = ctx.needs_input_grad
         dx, dweights, dbiases = _gather_backward(ctx, [dy], needs[0], [is_wanted(ctx, 1)], needs[2:3])
@@ -132,6 +134,7 @@ class AllGatherLinearMulti(torch.autograd.Function):
         return tuple(ys)
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, *dys: _Optional) -> tuple[_Optional, ...]:
         needs, count = ctx.needs_input_grad, len(dys)
         needs_dw = [is_wanted(ctx, 1 + i) for i in range(count)]
@@ -168,6 +171,7 @@ class LinearReduceScatter(torch.autograd.Function):
         return _scatter_forward(backend, x_shard_k, weight, bias, autocast)
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[_Optional, ...]:
         backend: GemmBackend = ctx.backend
         needs_dx, _, needs_db, *_ = ctx.needs_input_grad

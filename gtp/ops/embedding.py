@@ -14,13 +14,13 @@ from gtp.ops._common import (
     is_managed,
     is_surely_plain,
     is_wanted,
-    outside_graphs,
     plain_access,
     refuse_distributed,
     refuse_double_backward,
     refused_input,
     wgrad_buffers,
 )
+from gtp.ops.compilers import never_compiled, outside_graphs
 from gtp.protocol import describe_weight, is_distributed_weight, materialize_weight_for_forward
 
 
@@ -124,6 +124,7 @@ class _Embedding(torch.autograd.Function):
         return y
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight = ctx.weight
         refuse_double_backward([weight])

@@ -23,7 +23,6 @@ from gtp.ops._common import (
     is_surely_plain,
     is_wanted,
     main_grad_dtype,
-    outside_graphs,
     plain_access,
     refuse_distributed,
     refuse_double_backward,
@@ -31,6 +30,7 @@ from gtp.ops._common import (
     wgrad_buffers,
     write_wgrad,
 )
+from gtp.ops.compilers import never_compiled, outside_graphs
 from gtp.ops.linear import check_shapes
 from gtp.ops.versions import ShardVersions
 from gtp.protocol import (
@@ -250,6 +250,7 @@ class _GroupedLinear(torch.autograd.Function):
         return y.data if y._is_view() else y  # [Note: outputs are no views] in gtp/ops/_common.py
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weights, splits, experts = ctx.weights, ctx.splits, len(ctx.weights)
         refuse_double_backward(weights)

@@ -18,12 +18,12 @@ from gtp.ops._common import (
     is_managed,
     is_surely_plain,
     is_wanted,
-    outside_graphs,
     plain_access,
     refuse_distributed,
     refuse_double_backward,
     refused_input,
 )
+from gtp.ops.compilers import never_compiled, outside_graphs
 from gtp.ops.linear import bias_gradient, check_shapes, gemm, input_gradient, linear, weight_gradient
 from gtp.ops.versions import ShardVersions
 
@@ -171,6 +171,7 @@ class _NormedLinear(torch.autograd.Function):
         return y.data if y._is_view() else y  # [Note: outputs are no views]
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight = ctx.weight
         refuse_double_backward([weight])

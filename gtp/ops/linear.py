@@ -20,7 +20,6 @@ from gtp.ops._common import (
     is_surely_plain,
     is_wanted,
     main_grad_dtype,
-    outside_graphs,
     plain_access,
     refuse_distributed,
     refuse_double_backward,
@@ -28,6 +27,7 @@ from gtp.ops._common import (
     wgrad_buffers,
     write_wgrad,
 )
+from gtp.ops.compilers import never_compiled, outside_graphs
 from gtp.ops.versions import ShardVersions
 from gtp.protocol import describe_weight, materialize_weight_for_backward, materialize_weight_for_forward
 
@@ -169,6 +169,7 @@ class _Linear(torch.autograd.Function):
         return y.data if y._is_view() else y  # [Note: outputs are no views]
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight = ctx.weight
         refuse_double_backward([weight])

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from gtp.errors import GTPValueError
-from gtp.ops._common import outside_graphs
 from gtp.ops.collective_backends import resolve_group
+from gtp.ops.compilers import never_compiled, outside_graphs
 from gtp.ops.sequence import from_rows, rows_of
 
 GroupOrMesh = dist.ProcessGroup | DeviceMesh
@@ -104,6 +104,7 @@ class _Split(torch.autograd.Function):
         return part_of_rows(rows, group).clone()
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _gather(grad, ctx.group, False), None
 
@@ -115,6 +116,7 @@ class _Gather(torch.autograd.Function):
         return all_gather_rows(rows, group)
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         mine = _reduce_scatter(grad, ctx.group) if ctx.parts else _split(grad, ctx.group)
         return mine, None, None
@@ -127,6 +129,7 @@ class _ReduceScatter(torch.autograd.Function):
         return reduce_scatter_rows(rows, group)
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _gather(grad, ctx.group, True), None
 

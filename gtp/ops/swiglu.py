@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from gtp.errors import GTPValueError
-from gtp.ops._common import outside_graphs
+from gtp.ops.compilers import never_compiled, outside_graphs
 
 RowLimit = int | torch.Tensor | None
 
@@ -106,6 +106,7 @@ class _SiluAndMul(torch.autograd.Function):
         return out
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         gate, up = ctx.saved_tensors
         if torch.is_grad_enabled():
@@ -129,6 +130,7 @@ class _SiluAndMulPacked(torch.autograd.Function):
         return out
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (packed,) = ctx.saved_tensors
         if torch.is_grad_enabled():

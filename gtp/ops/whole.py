@@ -26,6 +26,7 @@ from gtp.ops._common import (
     refuse_sparse,
     wgrad_buffers,
 )
+from gtp.ops.compilers import never_compiled
 from gtp.ops.versions import ShardVersions
 from gtp.protocol import describe_weight, materialize_weight_for_backward, materialize_weight_for_forward
 
@@ -227,6 +228,7 @@ class _Whole(torch.autograd.Function):
         return materialize_weight_for_forward([weight])[0].detach()
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight = ctx.weight
         refuse_double_backward([weight])

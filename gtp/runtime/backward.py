@@ -12,6 +12,9 @@ from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
+from gtp.ops.compilers import never_compiled
+from gtp.runtime.tracing import refuse_compiled_autograd
+
 NO_TASK = -1
 """What `backward_task` answers outside a backward."""
 
@@ -33,6 +36,7 @@ class _EndOfTask:
         self._task = task
         self._ended = ended
 
+    @never_compiled
     def __call__(self) -> None:
         self._ended(self._task)
 
@@ -99,6 +103,7 @@ class BackwardTracker:
         Args:
             behind: How many backwards inside of it have ended and are still on the Python stack.
         """
+        refuse_compiled_autograd()
         end = _EndOfTask(task, self._ended)
         died = weakref.WeakMethod(self._died)
 

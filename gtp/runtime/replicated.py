@@ -5,6 +5,12 @@ Ranks see different data, so their gradients are reduced over the same axes as t
 earlier backwards left there. So the value in `.grad` is set aside while the new one arrives, and added back when all
 are reduced, in one flat fp32 message per group.
 
+[Note: one message on every rank] A parameter may be used by some ranks only: a learned token for inputs that are left
+out, a norm of one branch. Without a gradient a rank sends zeros, so that messages are alike; and a one for each
+gradient that it has, so that who has none finds out whether others have. It asks the message for that, which waits for
+the device, so a parameter that no rank uses is better frozen. While a graph is captured nobody can be asked: there,
+what a rank has no gradient for gets none.
+
 Hooks that users put on such a parameter are not for autograd to call, which has the local part only; each is wrapped
 where it is registered (`_Deferred`). Those of `Tensor.register_hook` run when the gradient is reduced, see it before it
 is accumulated, and may change it. Post-accumulate-grad hooks run when it is in place, like those of sharded weights.
@@ -26,6 +32,7 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from gtp.errors import GTPStateError, UnsupportedError
+from gtp.ops.compilers import never_compiled
 from gtp.runtime.backward import NO_TASK, backward_task
 from gtp.runtime.capture import current_capture
 from gtp.runtime.held import HeldGradient, plain_gradient
@@ -44,10 +51,17 @@ class _Replicated:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Contribution:
+    """What one parameter adds to a message.
+
+    Attributes:
+        aside: `.grad` without it.
+        grad: The local gradient, then the reduced one. None: this rank has none; then, no rank has.
+    """
+
     entry: _Replicated
     parameter: torch.nn.Parameter
     aside: torch.Tensor | None
-    grad: torch.Tensor
+    grad: torch.Tensor | None
 
 
 class _Deferred:
@@ -149,14 +163,18 @@ class ReplicatedGradients:
         contributions = self._collect()
         if self.accumulate_only:
             for c in contributions:
-                wide = c.grad.to(torch.promote_types(c.grad.dtype, torch.float32), copy=True)
-                c.entry.held = HeldGradient.beside(c.parameter, wide)
+                if c.grad is not None:
+                    wide = c.grad.to(torch.promote_types(c.grad.dtype, torch.float32), copy=True)
+                    c.entry.held = HeldGradient.beside(c.parameter, wide)
             return []
         self._reduce(contributions)
+        received = []
         for c in contributions:
-            self._run_tensor_hooks(c)
-            c.parameter.grad = c.grad if c.aside is None else plain_gradient(c.aside).add_(c.grad)
-        return [c.parameter for c in contributions]
+            if c.grad is not None:
+                grad = self._after_tensor_hooks(c.parameter, c.grad)
+                c.parameter.grad = grad if c.aside is None else plain_gradient(c.aside).add_(grad)
+                received.append(c.parameter)
+        return received
 
     def run_hooks(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Runs the users' post-accumulate-grad hooks."""
@@ -181,6 +199,7 @@ class ReplicatedGradients:
         mine = weakref.ref(self)
         reference = entry.parameter
 
+        @never_compiled
         def before_accumulation(grad: torch.Tensor | None) -> torch.Tensor | None:
             owner, target = mine(), reference()
             if grad is None or owner is None or target is None:  # a function may have no gradient for it
@@ -190,14 +209,14 @@ class ReplicatedGradients:
         refuse_other_owner(entry.name, parameter, self)
         parameter._backward_hooks = _TensorHooks(before_accumulation, mine, parameter._backward_hooks)
 
-    def _run_tensor_hooks(self, c: _Contribution) -> None:
-        hooks = c.parameter._backward_hooks
-        if not isinstance(hooks, _TensorHooks) or len(hooks) < 2:
-            return
-        with torch.no_grad():
-            for hook in hooks.of_users():
-                changed = hook(c.grad)
-                c.grad = c.grad if changed is None else changed
+    def _after_tensor_hooks(self, parameter: torch.nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+        hooks = parameter._backward_hooks
+        if isinstance(hooks, _TensorHooks) and len(hooks) > 1:
+            with torch.no_grad():
+                for hook in hooks.of_users():
+                    changed = hook(grad)
+                    grad = grad if changed is None else changed
+        return grad
 
     def _on_arrival(self, entry: _Replicated, parameter: torch.nn.Parameter, grad: torch.Tensor) -> torch.Tensor | None:
         """A local gradient is about to be accumulated, or returned. The gradient to go on with; None: this one."""
@@ -238,52 +257,88 @@ class ReplicatedGradients:
                 hooks[number] = _Deferred(hook, weakref.ref(self))
 
     def _collect(self) -> list[_Contribution]:
-        """What this backward adds, with `.grad` as it was before it."""
+        """What this backward adds, with `.grad` as it was before it: see [Note: one message on every rank]."""
         contributions: list[_Contribution] = []
         for entry in self._entries:
             parameter = entry.parameter()
-            if parameter is None or not (entry.arrived or (entry.held is not None and not self.accumulate_only)):
+            if parameter is None or not (parameter.requires_grad or entry.arrived or entry.held is not None):
                 continue
             grad: torch.Tensor | None = None
             if entry.arrived:
                 grad = None if parameter.grad is None else parameter.grad.detach()
                 parameter.grad, entry.aside, entry.arrived = entry.aside, None, False
-            if entry.held is not None:
+            if entry.held is not None and (grad is not None or not self.accumulate_only):
                 held, entry.held = entry.held.unless_zeroed(parameter), None
                 if held is not None:
                     grad = held if grad is None else held.add_(grad)
-            if grad is not None:
-                contributions.append(_Contribution(entry, parameter, parameter.grad, grad))
+            contributions.append(_Contribution(entry, parameter, parameter.grad, grad))
         return contributions
 
     def _reduce(self, contributions: list[_Contribution]) -> None:
         batches: dict[tuple[Any, ...], list[_Contribution]] = {}
         for c in contributions:
-            wide = torch.promote_types(c.grad.dtype, torch.float32).to_real()
-            batches.setdefault((c.entry.process_groups, wide, c.grad.device), []).append(c)
+            wide = torch.promote_types(c.parameter.dtype, torch.float32).to_real()
+            batches.setdefault((c.entry.process_groups, wide, c.parameter.device), []).append(c)
         started = []
-        for (process_groups, wide, _), batch in batches.items():
+        for (process_groups, wide, device), batch in batches.items():
             names = ", ".join(c.entry.name for c in batch)
             for process_group in process_groups:
                 self._transport.agree(process_group, f"reduce the gradients of {names}")
-            grads = [_as_real(c.grad).reshape(-1) for c in batch]
-            flat = torch.empty(sum(grad.numel() for grad in grads), dtype=wide, device=grads[0].device)
-            _copy_all(flat.split([grad.numel() for grad in grads]), grads)
-            started.append((flat, batch, process_groups, self._transport.start_all_reduce(flat, process_groups)))
-        for flat, batch, process_groups, ticket in started:
+            message = _Message(batch, wide, device)
+            message.fill()
+            started.append((message, process_groups, self._transport.start_all_reduce(message.flat, process_groups)))
+        for message, process_groups, ticket in started:
             self._transport.finish_all_reduce(ticket)
             if self._mean:
-                flat /= math.prod(group.size() for group in process_groups)
-            for c in batch:
-                c.grad = torch.empty_like(c.grad, dtype=c.parameter.dtype, memory_format=torch.contiguous_format)
-            grads = [_as_real(c.grad).view(-1) for c in batch]
-            _copy_all(grads, flat.split([grad.numel() for grad in grads]))
+                message.flat /= math.prod(group.size() for group in process_groups)
+            message.take_out()
+
+
+class _Message:
+    """The gradients of a batch of parameters, one after the other, and for each whether it is there.
+
+    Attributes:
+        flat: What is summed over ranks.
+    """
+
+    def __init__(self, batch: list[_Contribution], dtype: torch.dtype, device: torch.device) -> None:
+        self._batch = batch
+        sizes = [c.parameter.numel() * (2 if c.parameter.is_complex() else 1) for c in batch]
+        self._all_here = all(c.grad is not None for c in batch)
+        make = torch.empty if self._all_here else torch.zeros
+        self.flat = make(sum(sizes) + len(batch), dtype=dtype, device=device)
+        *self._parts, self._flags = self.flat.split([*sizes, len(batch)])
+
+    def fill(self) -> None:
+        """Puts in what this rank has."""
+        here = [(i, c.grad) for i, c in enumerate(self._batch) if c.grad is not None]
+        with torch.no_grad():
+            if self._all_here:
+                self._flags.fill_(1.0)
+            else:
+                for index, _ in here:
+                    self._flags[index].fill_(1.0)
+            _copy_all([self._parts[i] for i, _ in here], [_as_real(grad).reshape(-1) for _, grad in here])
+
+    def take_out(self) -> None:
+        """Gives each parameter that had a gradient on some rank the sum, in memory of its own."""
+        known = self._all_here or current_capture(self.flat.device)
+        flags = [c.grad is not None for c in self._batch] if known else (self._flags > 0).tolist()
+        targets, sources = [], []
+        for c, part, there in zip(self._batch, self._parts, flags, strict=True):
+            c.grad = None
+            if there:
+                c.grad = torch.empty(c.parameter.shape, dtype=c.parameter.dtype, device=c.parameter.device)
+                targets.append(_as_real(c.grad).view(-1))
+                sources.append(part)
+        _copy_all(targets, sources)
 
 
 def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """One kernel for all on a GPU, where one each would end most backwards with a row of very small ones."""
-    with torch.no_grad():
-        torch._foreach_copy_(list(targets), list(sources))
+    if targets:
+        with torch.no_grad():
+            torch._foreach_copy_(list(targets), list(sources))
 
 
 def _as_real(grad: torch.Tensor) -> torch.Tensor:

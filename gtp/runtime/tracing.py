@@ -12,6 +12,7 @@ import torch.utils.checkpoint
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from gtp.errors import UnsupportedError
+from gtp.ops.compilers import in_compiled_autograd
 
 jit_trace: Callable[[], Any] = torch._C._get_tracing_state
 """The trace that `torch.jit.trace` is recording, or None."""
@@ -53,4 +54,18 @@ def refuse_tracing(what: str) -> None:
         raise UnsupportedError(
             f"{what}: it is sharded, and {' under '.join(tracers)} would record its forward without the gathers, or "
             "with today's weights for good. Trace the plain model; torch.compile works with sharded ones"
+        )
+
+
+def refuse_compiled_autograd() -> None:
+    """To be called where a backward begins.
+
+    Raises:
+        UnsupportedError: compiled autograd runs it.
+    """
+    if in_compiled_autograd():
+        raise UnsupportedError(
+            "the backward of a sharded model is run by compiled autograd, which tells nobody when it ends. Run it "
+            "without (torch._dynamo.config.compiled_autograd = False); torch.compile of the model, or of a step with "
+            "its backward, is supported"
         )

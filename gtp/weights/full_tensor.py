@@ -10,6 +10,7 @@ import torch
 from gtp.errors import GTPStateError
 from gtp.ops import is_wanted, refuse_double_backward
 from gtp.ops._common import refuse_sparse
+from gtp.ops.compilers import never_compiled
 
 if TYPE_CHECKING:
     from gtp.weights.parameter import GTPWeight, WeightHandle
@@ -24,6 +25,7 @@ class _FullTensor(torch.autograd.Function):
         return weight.gathered()
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
         handle: WeightHandle = ctx.weight.handle
         refuse_double_backward([ctx.weight])

@@ -17,7 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from gtp.errors import GTPValueError
 from gtp.ops import WholeWeights
-from gtp.ops._common import outside_graphs
+from gtp.ops.compilers import outside_graphs
 from gtp.ops.whole import refused_write
 from gtp.weights.forwards import wrap_forward
 from gtp.weights.parameter import GTPWeight

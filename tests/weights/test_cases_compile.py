@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import maybe_enable_compiled_autograd
 
 import gtp
 from gtp.testing.ranks import rank
@@ -75,6 +76,56 @@ def test_a_compiled_model_trains_bit_for_bit_and_compiles_once(ranks, how):
     for graphs in ranks(2).run(_compiled_training, how):
         assert graphs[0] > 0
         assert graphs[1:] == [graphs[1]] * 4, "it recompiles after the second step"
+
+
+def _compiled_steps():
+    torch.manual_seed(7)
+    plain = nn.Sequential(*[Block() for _ in range(2)])
+    sharded = copy.deepcopy(plain)
+    gtp.shard_model(sharded, dist.group.WORLD)
+
+    def step(x):
+        loss = square(sharded, x)
+        loss.backward()
+        return loss.detach()
+
+    with fresh_compiler():
+        compiled = torch.compile(step, backend="aot_eager")
+        optimizers = [sgd(model.parameters()) for model in (plain, sharded)]
+        for number in range(3):
+            every = inputs(number, 3, 16)
+            expected = data_parallel_backward(plain, every, square)[rank()]
+            assert torch.equal(compiled(every[rank()]), expected)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_same_parameters(sharded, plain)
+
+
+def test_a_compiled_step_with_its_backward_trains_bit_for_bit(ranks):
+    """Its backward is called inside of what is compiled, and gathers and reductions are not compiled with it."""
+    ranks(2).run(_compiled_steps)
+
+
+def _compiled_autograd(frozen):
+    model = nn.Sequential(Block(), Block())
+    gtp.shard_model(model, dist.group.WORLD)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or "norm" in name)
+    x = inputs(0, 3, 16)[rank()]
+    with fresh_compiler(), maybe_enable_compiled_autograd(True, fullgraph=False):
+        with pytest.raises(gtp.UnsupportedError) as caught:
+            square(model, x).backward()
+    model.zero_grad()
+    square(model, x).backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["all trained", "norms trained"])
+def test_compiled_autograd_is_refused(ranks, frozen):
+    """It calls no final callbacks, by which gtp knows that backward ends: there would be no gradients."""
+    for text in ranks(2).run(_compiled_autograd, frozen):
+        assert "torch._dynamo.config.compiled_autograd = False" in text
 
 
 def _full_graph():

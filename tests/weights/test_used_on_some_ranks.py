@@ -1,0 +1,98 @@
+"""Replicated parameters that some ranks use and others do not: what is missing counts as zero. C42."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gtp
+from gtp.testing.collectives import collective_log
+from gtp.testing.ranks import rank
+from tests.weights.side_by_side import SideBySide, adamw, inputs
+
+
+class Conditioned(nn.Module):
+    """A sharded trunk, and parameters that only some inputs come to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(16, 16)
+        self.tokens = nn.ParameterList([nn.Parameter(torch.randn(16)) for _ in range(2)])
+        self.norms = nn.ModuleList([nn.LayerNorm(16), nn.BatchNorm1d(16, affine=True, track_running_stats=False)])
+        self.spare = nn.Parameter(torch.randn(3))
+        self.scale = nn.Parameter(torch.randn(16).double())
+
+    def forward(self, batch: tuple[torch.Tensor, int]) -> torch.Tensor:
+        x, way = batch
+        x = self.trunk(x)
+        if way < 2:
+            x = self.norms[way](x) + self.tokens[1 - way]
+        return x * self.scale.float() if way == 1 else x
+
+
+def _batches(step: int) -> list[tuple[torch.Tensor, int]]:
+    return [(x, (r + step) % 3) for r, x in enumerate(inputs(step, 5, 16))]
+
+
+def _trains(config: gtp.GTPConfig) -> None:
+    twins = SideBySide(Conditioned, optimizer=adamw, config=config, rtol=1e-5, atol=1e-6)
+    for step in range(6):
+        twins.backward(_batches(step))
+        twins.backward(_batches(step + 1))  # added to the first
+        assert twins.sharded.spare.grad is None
+        twins.update()
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("debug", [False, True])
+def test_ranks_train_as_data_parallelism_does(ranks: Any, count: int, debug: bool) -> None:
+    ranks(count).run(_trains, gtp.GTPConfig(debug=debug, debug_timeout=30.0))
+
+
+def _one_rank_uses_one() -> None:
+    twins = SideBySide(Conditioned, rtol=1e-6, atol=1e-7)
+    seen: list[Any] = []
+    token = twins.sharded.tokens[1]
+    token.register_hook(lambda grad: seen.append(grad.clone()))
+    token.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad))
+    (x, y) = inputs(0, 5, 16)
+    twins.backward([(x, 0), (y, 2)])
+    assert len(seen) == 2  # on the rank that did not use it, too
+    assert torch.equal(seen[0], token.grad)
+    assert seen[1] is token.grad
+    assert twins.sharded.norms[1].weight.grad is None  # no rank did
+
+
+def test_a_rank_without_a_gradient_gets_the_others_and_its_hooks_run(ranks: Any) -> None:
+    ranks(2).run(_one_rank_uses_one)
+
+
+def _held_on_one_rank() -> None:
+    twins = SideBySide(Conditioned, rtol=1e-5, atol=1e-6)
+    with twins.runtime.no_sync():
+        twins.backward(_batches(0), check=False)
+        twins.backward(_batches(1), check=False)
+    twins.backward(_batches(2))
+
+
+def test_what_no_sync_holds_on_some_ranks_is_reduced_on_all(ranks: Any) -> None:
+    ranks(3).run(_held_on_one_rank)
+
+
+def _messages() -> list[str]:
+    model = Conditioned()
+    gtp.shard_model(model, dist.group.WORLD)
+    with collective_log() as log:
+        for step in range(3):
+            model(_batches(step)[rank()]).sum().backward()
+    return log.lines()
+
+
+def test_all_ranks_send_the_same_whatever_they_use(ranks: Any) -> None:
+    first, second, third = ranks(3).run(_messages)
+    assert first == second == third
+    assert len(first) > 3 * 3
