@@ -6,11 +6,12 @@
 unsharded        The stack as it is.
 functions        The same, each linear an autograd function in Python that does its GEMMs and nothing else: what any
                  sharding in Python starts from.
-gtp, no wire     Sharded, with a transport that moves nothing: gtp's Python alone. Its products are worthless.
+gtp, no wire     Sharded, with a transport that moves nothing: gtp's Python, and an event for each buffer that is free
+                 again. Its products are worthless.
 gtp              Sharded. With the copy engine, `driver` says how often CUDA's driver is called in a step, and how long
                  the calls take; measured in other steps, which the clock around each call makes slower.
 
-`host_ms` is the host's time until a step is queued. Ranks may share a GPU: nothing else is looked at.
+`host_ms` is the host's time until a step is queued, and all that counts where ranks share a GPU.
 """
 
 from __future__ import annotations
@@ -76,6 +77,14 @@ class _TimedDriver:
         return timed
 
 
+def _call_functions(stack: nn.Module) -> int:
+    """Makes the linears of a stack `_FunctionLinear`, and counts them."""
+    linears = [module for module in stack.modules() if isinstance(module, nn.Linear)]
+    for module in linears:
+        module.__class__ = _FunctionLinear
+    return len(linears)
+
+
 def driver_calls(
     step: Callable[[], None], driver: _TimedDriver, device: torch.device, steps: int
 ) -> dict[str, dict[str, float]]:
@@ -111,16 +120,14 @@ def run(device: torch.device, args: argparse.Namespace) -> None:
         return stack
 
     models = {"unsharded": make_stack(sizes, device), "functions": make_stack(sizes, device)}
-    linears = [m for m in models["functions"].modules() if isinstance(m, nn.Linear)]
-    for module in linears:
-        module.__class__ = _FunctionLinear
+    linears = _call_functions(models["functions"])
     models["gtp, no wire"] = sharded(NullTransport())
     models["gtp"] = sharded()
     steps = {name: step_of(model, sizes, tokens, device)[0] for name, model in models.items()}
     timings = common.interleave(steps, device, rounds=rounds_of(args), warmup=5)
     rows = common.rows_of(f"llama {tokens}", "eager", timings, reference="unsharded")
     for row, timing in zip(rows, timings.values(), strict=True):
-        row.update(linears=len(linears), host_ms_min=common.significant(min(timing.host_ms)))
+        row.update(linears=linears, host_ms_min=common.significant(min(timing.host_ms)))
         row["host_ms_max"] = common.significant(max(timing.host_ms))
     del models, steps
     gc.collect()

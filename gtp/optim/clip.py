@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from gtp.errors import GTPStateError, GTPValueError
+from gtp.runtime.replicated import is_replicated
 from gtp.weights.agreement import agree
 from gtp.weights.norms import global_norms, norm_of
 from gtp.weights.parameter import GTPWeight
@@ -28,13 +30,15 @@ def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: floa
         norm_type: p of the p-norm; `float("inf")` for the largest element.
 
     Returns:
-        0-d fp32 (fp64 if a gradient is), the same on all ranks.
+        0-d fp32 (fp64 if a gradient is), the same on all ranks. Gradients that no runtime reduces must be so already,
+        of which it warns.
     """
     order = float(norm_type)
     if order <= 0:
         raise GTPValueError(f"norm_type must be above 0, got {norm_type!r}")
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     sharded, whole, weights = [], [], []
+    foreign: torch.Tensor | None = None
     for parameter in listed:
         grad = local_grad(parameter)
         if grad is None:
@@ -44,6 +48,14 @@ def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: floa
             sharded.append((grad[: parameter.layout.valid_rows], parameter.group))
         else:
             whole.append(grad)
+            foreign = foreign if is_replicated(parameter) else parameter
+    if foreign is not None and any(weight.group.size() > 1 for weight in weights):
+        warnings.warn(
+            f"a parameter {tuple(foreign.shape)} beside sharded weights belongs to no sharded model, so gtp does not "
+            "reduce its gradient. Unless you do, ranks have different ones, and take different norms: shard a module "
+            "that holds the whole model",
+            stacklevel=2,
+        )
     if not sharded and not whole:
         return torch.zeros(())
     agree(weights, "take the norm of the gradients of")

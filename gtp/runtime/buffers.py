@@ -128,18 +128,13 @@ class BufferPool:
         allocate: Makes uint8 memory of a size in bytes. Not called in inference mode, which the memory would outlive.
         limit: Bytes the pool keeps; beyond it, free buffers of other sizes are given back before a new one is made.
             What is leased at one time is the caller's business and may exceed it.
-        on_cuda: Whether ends of leases are ordered on CUDA streams.
-        in_order: Whether buffers are written in the order of the current stream, which then waits for other streams
-            alone. Else transports write them on streams of their own, and events say when they may.
+        on_cuda: Whether ends of leases are ordered by CUDA events.
     """
 
-    def __init__(
-        self, allocate: Callable[[int], torch.Tensor], *, limit: int, on_cuda: bool, in_order: bool = False
-    ) -> None:
+    def __init__(self, allocate: Callable[[int], torch.Tensor], *, limit: int, on_cuda: bool) -> None:
         self._allocate = allocate
         self._limit = limit
         self._on_cuda = on_cuda
-        self._in_order = in_order
         self._free: dict[Kind, list[Buffer]] = {}
         self._lingering: list[Buffer] = []
         self._spare_events: list[torch.cuda.Event] = []
@@ -202,17 +197,18 @@ class BufferPool:
         buffer.holds -= 1
         if buffer.holds == 0:
             if buffer.readable(dying):
+                if not buffer.streams and (current := self._current_stream()) is not None:
+                    buffer.streams.append(current)  # a wgrad, which another stream may find at rest
                 self._lingering.append(buffer)
             else:
                 self._retire(buffer)
 
-    def await_streams(self, buffer: Buffer) -> None:
-        """The current stream writes a buffer of an `in_order` pool next: it waits for the last users on others."""
+    def await_events(self, buffer: Buffer) -> None:
+        """The current stream writes the buffer next: it waits for the last readers."""
         stream = self._current_stream()
-        for last in buffer.streams:
-            if last is not stream and stream is not None:
-                stream.wait_stream(last)
-        buffer.streams.clear()
+        for event in buffer.events:
+            event.wait(stream)
+        self.recycle_events(buffer)
 
     def join_readers(self, buffer: Buffer) -> None:
         """If several streams read, the current one waits for the last readers: what comes after it comes after them."""
@@ -245,7 +241,6 @@ class BufferPool:
         for buffers in list(self._free.values()):
             for buffer in buffers:
                 buffer.events.clear()
-                buffer.streams.clear()
                 buffer.capture_ended()
         self._free.clear()
 
@@ -262,10 +257,11 @@ class BufferPool:
                 self._retire(buffer)
 
     def _retire(self, buffer: Buffer) -> None:
-        if buffer.streams:
-            self._ends(buffer, buffer.streams)
-        elif self._on_cuda and (current := self._current_stream()) is not None:
-            self._ends(buffer, [current])  # handed to no reader, it was last used in the order of the current stream
+        if self._on_cuda:
+            # What is not gathered, but a wgrad, was last used in the order of the current stream.
+            for stream in buffer.streams or (self._current_stream(),):
+                self._record(buffer, stream)
+            buffer.streams.clear()
         self.leased_bytes -= buffer.nbytes
         self._free.setdefault(buffer.kind, []).append(buffer)
 
@@ -279,16 +275,8 @@ class BufferPool:
             self._raw_stream, self._stream = raw, torch.cuda.current_stream()
         return self._stream
 
-    def _ends(self, buffer: Buffer, streams: list[torch.cuda.Stream]) -> None:
-        """The next writer waits for what `streams` have been given so far; in order, where it is another stream."""
-        if self._in_order:
-            buffer.streams = streams
-            return
-        for stream in streams:
-            self._record(buffer, stream)
-        buffer.streams.clear()
-
     def _record(self, buffer: Buffer, stream: torch.cuda.Stream | None) -> None:
+        """The next writer waits for what `stream` has been given so far."""
         if stream is not None:
             event = self._spare_events.pop() if self._spare_events else torch.cuda.Event()
             event.record(stream)
@@ -307,15 +295,11 @@ class BufferPool:
         buffer = Buffer(self._allocate(nbytes), home) if isinstance(room, int) else room.new_buffer(home)
         self.reserved_bytes += buffer.nbytes
         # The allocator hands out memory in the order of the current stream: what had it before may not have run yet.
-        if home is not None:
-            self._ends(buffer, [home])
+        self._record(buffer, home)
         return buffer
 
     def _give_back(self, buffer: Buffer) -> None:
         for event in buffer.events:
             event.wait(buffer.home)
         self.recycle_events(buffer)
-        for stream in buffer.streams:
-            if buffer.home is not None and stream is not buffer.home:
-                buffer.home.wait_stream(stream)
         self.reserved_bytes -= buffer.nbytes

@@ -19,6 +19,9 @@ class Lines:
     """Tells the gatherer where a consume belongs. See [Note: lines] and [Note: parts].
 
     Args:
+        gatherer: Draws the lines.
+        replicated: Hooks parameters that are trained by now, when a forward begins.
+        parts: Those that are being captured.
         new_schedule: Makes one that has learned nothing.
         groups: Of the whole model.
         begin_work: To be called before any other work of a forward.
@@ -90,7 +93,11 @@ class Lines:
     # -- of parts ------------------------------------------------------------------------------------------------
 
     def add_part(self) -> Part:
-        """A module is about to be captured by itself: its forwards run inside `part_forward`, until `forget_parts`."""
+        """A module is about to be captured by itself: its forwards run inside `part_forward`, until `forget_parts`.
+
+        Returns:
+            What `part_forward` is given.
+        """
         part = Part(self._new_schedule, self._groups)
         self._parts.added.append(part)
         return part
@@ -123,7 +130,11 @@ class Lines:
             self._parts.await_backward(part)
 
     def enter_part_backward(self, group: WeightGroup, task: int) -> None:
-        """A backward uses a group: if it is one of a part and has just begun, its line does, too."""
+        """A backward uses a group: if it is one of a part and has just begun, its line does, too.
+
+        Args:
+            task: The engine's id of the backward.
+        """
         if not self._gatherer.line_open and (part := self._parts.begin_backward(group.index)) is not None:
             self._parts.task = task if node_around() is None else NO_TASK
             self._gatherer.open_part(part.backward)

@@ -36,14 +36,13 @@ def make_pools(groups: Sequence[WeightGroup], config: GTPConfig, device: torch.d
     def allocate(nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def pool(window: int, sizes: list[int], kept: int, *, in_order: bool) -> BufferPool:
+    def pool(window: int, sizes: list[int], kept: int) -> BufferPool:
         limit = _limit(window, max(sizes, default=0)) + kept
-        return BufferPool(allocate, limit=limit, on_cuda=device.type == "cuda", in_order=in_order)
+        return BufferPool(allocate, limit=limit, on_cuda=device.type == "cuda")
 
-    gathered, wgrads = [g.gathered_nbytes for g in groups], [_wgrad_nbytes(g, config) for g in groups]
     return Pools(
-        pool(prefetch_window(groups, config), gathered, config.keep_bytes, in_order=False),
-        pool(reduce_window(groups, config), wgrads, 0, in_order=True),
+        pool(prefetch_window(groups, config), [g.gathered_nbytes for g in groups], config.keep_bytes),
+        pool(reduce_window(groups, config), [_wgrad_nbytes(g, config) for g in groups], 0),
     )
 
 

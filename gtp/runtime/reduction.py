@@ -188,8 +188,8 @@ class Reducer:
             shapes = [member.padded_shape(group.size)]
             room = self._rooms[member, dtype] = _Room(shapes, nbytes_of(shapes, dtype))
         buffer = self._pool.lease(room.nbytes)
-        if buffer.streams:
-            self._pool.await_streams(buffer)
+        if buffer.events:
+            self._pool.await_events(buffer)
         (padded,) = buffer.views((room.shapes[0], dtype), room.shapes, dtype)
         if room.shapes[0] != member.logical_shape:
             padded[member.rows :].zero_()

@@ -346,7 +346,7 @@ def _as_real(grad: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
 
 
-def is_replicated(parameter: torch.nn.Parameter) -> bool:
+def is_replicated(parameter: torch.Tensor) -> bool:
     """Whether a runtime reduces its gradient, into memory of its own."""
     return isinstance(parameter._backward_hooks, _TensorHooks)
 

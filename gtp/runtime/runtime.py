@@ -158,9 +158,7 @@ class GTPRuntime:
 
     @property
     def lines(self) -> Lines:
-        """When lines begin and end. The first use of the runtime, if there was none before."""
-        with torch.inference_mode(False):
-            self.start()
+        """When lines begin and end. There is none before `start`."""
         return self._lines
 
     def before_write(self, groups: Sequence[WeightGroup]) -> None:

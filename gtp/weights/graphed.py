@@ -32,7 +32,8 @@ def make_graphed_callables(
     nothing is in flight, so a callable of several layers exposes less, and a graph of the whole step, where the model
     can be captured so, nothing. Gradients of replays are delivered like those of eager code: to `.grad` in
     `GTPConfig.grad_dtype` or to `main_grad`, added up over several backwards and with what eager code adds to the same
-    weight, and hooks run when they are complete. To capture a module anew, give it the `forward` of before first.
+    weight, and hooks run when they are complete. To capture a module anew, give it the `forward` of before first. Until
+    all is captured Python's garbage collector is off, so garbage of the warm-ups keeps its memory until then.
 
     Args:
         callables: A module or a tuple of modules, without hooks, whose weights are sharded. Also functions, of which
@@ -54,11 +55,14 @@ def make_graphed_callables(
     with contextlib.ExitStack() as stack:
         for module in modules:
             runtimes = dict.fromkeys([w.handle.runtime for w in module.parameters() if isinstance(w, GTPWeight)])
+            with torch.inference_mode(False):
+                for runtime in runtimes:
+                    runtime.start()
             all_lines = [runtime.lines for runtime in runtimes]
             for lines in all_lines:
                 stack.callback(lines.forget_parts)
             stack.enter_context(_forwards_are_parts(module, [(lines, lines.add_part()) for lines in all_lines]))
-        stack.enter_context(_garbage_stays())
+        stack.enter_context(_no_garbage_collection())
         graphed = torch.cuda.make_graphed_callables(callables, sample_args, num_warmup_iters, allow_unused_input, pool)
     for parameter in dict.fromkeys([p for module in modules for p in module.parameters() if p.requires_grad]):
         if isinstance(parameter, GTPWeight):
@@ -71,7 +75,7 @@ def make_graphed_callables(
 
 
 @contextlib.contextmanager
-def _garbage_stays() -> Iterator[None]:
+def _no_garbage_collection() -> Iterator[None]:
     """Collects garbage before, and none inside. Graphs of an earlier capture may be among it, and where one is
     destroyed in a thread of autograd's, CUDA gives up the capture that is going on."""
     gc.collect()

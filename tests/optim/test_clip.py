@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import gtp
 from gtp.testing.ranks import rank
@@ -57,3 +60,19 @@ def _one_weight_for_an_optimizer():
 
 def test_errors_of_torch_may_quote_a_weights_type(ranks):
     ranks(2).run(_one_weight_for_an_optimizer)
+
+
+def _a_head_of_nobody():
+    backbone, head = nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 4)
+    gtp.shard_model(backbone, dist.group.WORLD)
+    head(backbone(torch.ones(2, 8))).sum().backward()
+    with pytest.warns(UserWarning, match=r"a parameter \(4,\) beside sharded weights belongs to no sharded model"):
+        gtp.clip_grad_norm_([*backbone.parameters(), head.bias], 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gtp.clip_grad_norm_(backbone.parameters(), 1.0)
+        gtp.clip_grad_norm_(head.parameters(), 1.0)
+
+
+def test_a_parameter_that_no_runtime_reduces_is_warned_of(ranks):
+    ranks(2).run(_a_head_of_nobody)

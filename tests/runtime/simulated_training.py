@@ -72,12 +72,10 @@ class Allocator:
 class Pool(BufferPool):
     """A pool on simulated streams."""
 
-    def __init__(
-        self, driver: SimulatedDriver, allocate: Callable[[int], torch.Tensor], limit: int, *, in_order: bool
-    ) -> None:
+    def __init__(self, driver: SimulatedDriver, allocate: Callable[[int], torch.Tensor], limit: int) -> None:
         self._driver = driver
         self._streams: dict[int, Stream] = {}
-        super().__init__(allocate, limit=limit, on_cuda=True, in_order=in_order)
+        super().__init__(allocate, limit=limit, on_cuda=True)
 
     def _current_stream(self) -> Any:
         raw = self._driver.current_stream()
@@ -141,7 +139,7 @@ class Trainer:
         self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # and what it should be
 
     def pools(self) -> Pools:
-        return Pools(*[Pool(self.driver, self.allocate, self.limit, in_order=wgrads) for wgrads in (False, True)])
+        return Pools(*[Pool(self.driver, self.allocate, self.limit) for _ in range(2)])
 
     def look(self, tensor: torch.Tensor, wanted: torch.Tensor) -> None:
         """A GEMM of the current stream reads it. By address, since a kernel keeps nothing alive."""

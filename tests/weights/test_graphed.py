@@ -73,6 +73,7 @@ class Capture:
         self.before = lambda time: None
 
     def run(self):
+        self.runtime.start()
         lines = self.runtime.lines
         add_part = lines.add_part
         with pytest.MonkeyPatch.context() as patch:
