@@ -153,7 +153,7 @@ class GTPRuntime:
 
     def exit_forward(self) -> None:
         """The forward has ended, by return or by exception."""
-        if backward_task() == NO_TASK and self._started:  # not if starting is what raised
+        if backward_task() == NO_TASK:
             self._lines.exit_forward()
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import Any
 
@@ -194,28 +193,6 @@ def _capture_while_a_forward_waits() -> None:
 def test_a_capture_is_refused_while_a_forward_waits_for_its_backward(ranks: Any) -> None:
     """The line's signals would be closed inside the graph. After the backward, or release(), it is welcome."""
     ranks(2).run(_capture_while_a_forward_waits)
-
-
-def _starting_fails() -> None:
-    model = nn.Sequential(nn.Linear(4, 4))
-    runtime = gtp.shard_model(model, dist.group.WORLD)
-    prepare = runtime.transport.prepare
-
-    def fail(groups: Any) -> None:
-        raise torch.OutOfMemoryError("no room")
-
-    runtime.transport.prepare = fail  # type: ignore[method-assign]
-    x = torch.ones(2, 4)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch warns of what an always-called hook raises
-        with pytest.raises(torch.OutOfMemoryError, match="no room"):
-            model(x)
-    runtime.transport.prepare = prepare  # type: ignore[method-assign]
-    assert model(x).shape == (2, 4)
-
-
-def test_a_runtime_that_could_not_start_says_why_and_may_start_later(ranks: Any) -> None:
-    ranks(2).run(_starting_fails)
 
 
 def _capture_while_gradients_are_held() -> None:
