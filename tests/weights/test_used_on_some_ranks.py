@@ -13,6 +13,7 @@ import gtp
 from gtp.testing.collectives import collective_log
 from gtp.testing.ranks import rank
 from tests.weights.side_by_side import SideBySide, adamw, inputs
+from tests.weights.test_gpu_training import TRANSPORTS, device_and_group
 
 
 class Conditioned(nn.Module):
@@ -96,3 +97,26 @@ def test_all_ranks_send_the_same_whatever_they_use(ranks: Any) -> None:
     first, second, third = ranks(3).run(_messages)
     assert first == second == third
     assert len(first) > 3 * 3
+
+
+def _trains_on_gpus(transport: str) -> None:
+    device, group = device_and_group()
+    twins = SideBySide(
+        lambda: Conditioned().to(device),
+        optimizer=adamw,
+        group=group,
+        config=gtp.GTPConfig(transport=transport),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    for step in range(4):
+        twins.backward([(x.to(device), way) for x, way in _batches(step)])
+        twins.backward([(x.to(device), way) for x, way in _batches(step + 1)])
+        assert twins.sharded.spare.grad is None
+        twins.update()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_gpus_train_as_data_parallelism_does(ranks: Any, transport: str) -> None:
+    ranks(2).run(_trains_on_gpus, transport)
