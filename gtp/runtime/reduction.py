@@ -15,6 +15,7 @@ from gtp.errors import GTPStateError
 from gtp.runtime.buffers import Buffer, BufferPool, nbytes_of
 from gtp.runtime.group import Member, ShardOwner, WeightGroup
 from gtp.runtime.held import GradientMark
+from gtp.runtime.reduction_order import ReductionOrder
 from gtp.runtime.transport import Transport
 
 
@@ -50,9 +51,16 @@ class Reducer:
     """
 
     def __init__(
-        self, groups: list[WeightGroup], pool: BufferPool, transport: Transport, config: GTPConfig, window_bytes: int
+        self,
+        groups: list[WeightGroup],
+        pool: BufferPool,
+        transport: Transport,
+        config: GTPConfig,
+        window_bytes: int,
+        order: ReductionOrder,
     ) -> None:
         self._groups = groups
+        self._order = order
         self._pool = pool
         self._transport = transport
         self._reduce_dtype = config.reduce_dtype
@@ -121,8 +129,6 @@ class Reducer:
 
     def end_backward(self) -> list[ShardOwner]:
         """Completes everything, delivers it, and returns the owners that received a gradient, in order of arrival."""
-        if not self.accumulate_only:
-            self._flush_held()
         while self._in_flight:
             self._finish_oldest()
         delivered = list(self._targets.values())
@@ -274,8 +280,10 @@ class Reducer:
                 self._pool.let_go(padded[position].buffer)
                 padded[position], trained[position] = held, True
 
-    def _flush_held(self) -> None:
-        """Reduces what earlier backwards held and this one had nothing to add to."""
+    def flush_held(self) -> None:
+        """At the end of a backward that reduces: starts with what earlier ones held and it had nothing to add to."""
+        if self.accumulate_only:
+            return
         for member in list(self._unreduced):
             self._held(member)
         if not self._unreduced:
@@ -311,6 +319,7 @@ class Reducer:
                 (_, target), has_value = known, True
             into.append(target)
             accumulate.append(has_value)
+        self._order.note(group)
         self._send(group, padded, into, accumulate)
 
     def _send(self, group: WeightGroup, padded: list[_Wgrad], into: list[torch.Tensor], accumulate: list[bool]) -> None:

@@ -36,6 +36,7 @@ from gtp.ops.compilers import never_compiled
 from gtp.runtime.backward import NO_TASK, backward_task
 from gtp.runtime.capture import current_capture
 from gtp.runtime.held import HeldGradient, plain_gradient
+from gtp.runtime.reduction_order import WORDS, ReductionOrder
 from gtp.runtime.transport import Transport
 
 
@@ -128,8 +129,11 @@ def refuse_other_owner(name: str, parameter: torch.nn.Parameter, owner: Replicat
 class ReplicatedGradients:
     """Reduces the gradients of replicated parameters once per backward."""
 
-    def __init__(self, transport: Transport, *, mean: bool, on_gradient: Callable[[], None]) -> None:
+    def __init__(
+        self, transport: Transport, *, mean: bool, order: ReductionOrder, on_gradient: Callable[[], None]
+    ) -> None:
         self._transport = transport
+        self._order = order
         self._mean = mean
         self._on_gradient = on_gradient
         self._entries: list[_Replicated] = []
@@ -284,21 +288,27 @@ class ReplicatedGradients:
             names = ", ".join(c.entry.name for c in batch)
             for process_group in process_groups:
                 self._transport.agree(process_group, f"reduce the gradients of {names}")
+            words = self._order.words(process_groups[0], wide, device)
             message = _Message(batch, wide, device)
-            message.fill()
+            message.fill(words)
             started.append((message, process_groups, self._transport.start_all_reduce(message.flat, process_groups)))
-        for message, process_groups, ticket in started:
+        for _, _, ticket in started:
             self._transport.finish_all_reduce(ticket)
+        for message, process_groups, _ in started:
+            ranks = math.prod(group.size() for group in process_groups)
+            self._order.look(message.words, ranks, process_groups[0].group_name)
             if self._mean:
-                message.flat /= math.prod(group.size() for group in process_groups)
+                message.flat /= ranks
             message.take_out()
 
 
 class _Message:
-    """The gradients of a batch of parameters, one after the other, and for each whether it is there.
+    """The gradients of a batch of parameters, one after the other, for each whether it is there, and what
+    `ReductionOrder` adds.
 
     Attributes:
         flat: What is summed over ranks.
+        words: Its part that is `ReductionOrder`'s.
     """
 
     def __init__(self, batch: list[_Contribution], dtype: torch.dtype, device: torch.device) -> None:
@@ -306,10 +316,10 @@ class _Message:
         sizes = [c.parameter.numel() * (2 if c.parameter.is_complex() else 1) for c in batch]
         self._all_here = all(c.grad is not None for c in batch)
         make = torch.empty if self._all_here else torch.zeros
-        self.flat = make(sum(sizes) + len(batch), dtype=dtype, device=device)
-        *self._parts, self._flags = self.flat.split([*sizes, len(batch)])
+        self.flat = make(sum(sizes) + len(batch) + WORDS, dtype=dtype, device=device)
+        *self._parts, self._flags, self.words = self.flat.split([*sizes, len(batch), WORDS])
 
-    def fill(self) -> None:
+    def fill(self, words: torch.Tensor | None) -> None:
         """Puts in what this rank has."""
         here = [(i, c.grad) for i, c in enumerate(self._batch) if c.grad is not None]
         with torch.no_grad():
@@ -318,7 +328,11 @@ class _Message:
             else:
                 for index, _ in here:
                     self._flags[index].fill_(1.0)
-            _copy_all([self._parts[i] for i, _ in here], [_as_real(grad).reshape(-1) for _, grad in here])
+            targets, sources = [self._parts[i] for i, _ in here], [_as_real(grad).reshape(-1) for _, grad in here]
+            if words is not None:
+                targets.append(self.words)
+                sources.append(words)
+            _copy_all(targets, sources)
 
     def take_out(self) -> None:
         """Gives each parameter that had a gradient on some rank the sum, in memory of its own."""

@@ -28,6 +28,7 @@ from gtp.runtime.lines import Lines
 from gtp.runtime.parts import Parts
 from gtp.runtime.pools import make_pools, prefetch_window, reduce_window
 from gtp.runtime.reduction import Reducer
+from gtp.runtime.reduction_order import ReductionOrder
 from gtp.runtime.replicated import ReplicatedGradients
 from gtp.runtime.residency import Gatherer
 from gtp.runtime.returned import ReturnedGradients
@@ -73,8 +74,12 @@ class GTPRuntime:
         self._capture = 0
         self._parts = Parts()
         self.returned = ReturnedGradients(self._parts, begin_work=_weakly(self._ready))
+        self._order = ReductionOrder()
         self.replicated = ReplicatedGradients(
-            transport, mean=config.grad_reduce == "mean", on_gradient=_weakly(self._enter_backward)
+            transport,
+            mean=config.grad_reduce == "mean",
+            order=self._order,
+            on_gradient=_weakly(self._enter_backward),
         )
         self._backward = BackwardTracker(
             _weakly(self._end_of_backward), _weakly(self._put_gradients_back), _weakly(self._abandon)
@@ -119,7 +124,9 @@ class GTPRuntime:
         self._schedule = new_schedule()
         self._pools = self._eager_pools = make_pools(groups, config, self.device)
         self._gatherer = Gatherer(groups, self._schedule, self._pools.gathers, self._transport, self.before_gather)
-        self._reducer = Reducer(groups, self._pools.wgrads, self._transport, config, reduce_window(groups, config))
+        self._reducer = Reducer(
+            groups, self._pools.wgrads, self._transport, config, reduce_window(groups, config), self._order
+        )
         self._lines = Lines(
             self._gatherer,
             self.replicated,
@@ -331,6 +338,7 @@ class GTPRuntime:
     def _abandon(self) -> None:
         """A forward or backward raised: nothing of it is delivered, nothing stays in flight."""
         self._backward.forget()
+        self._order.reset()
         self._lines.forget_forward()
         self._reducer.abandon()
         self._put_gradients_back()
@@ -341,12 +349,16 @@ class GTPRuntime:
         self.returned.abandon()
 
     def _end_of_backward(self) -> None:
+        self._reducer.flush_held()
+        if not self._capture:
+            self._order.look_at_last()
+        parameters = self.replicated.end_backward()  # raises before anything is delivered, if ranks disagree
         owners = self._reducer.end_backward()
         if self.returned.sums:
             others = self.returned.deliver()
             if not self._reducer.accumulate_only:  # which ends with no sum complete
                 owners = list(dict.fromkeys([*owners, *others]))
-        parameters = self.replicated.end_backward()
+        self._order.reset()
         self._gatherer.close_line()
         self._backward.forget()
         # Hooks may step an optimizer: only now may shards be written.

@@ -13,6 +13,7 @@ from gtp.config import GTPConfig
 from gtp.runtime.buffers import Buffer, BufferPool
 from gtp.runtime.pools import Pools
 from gtp.runtime.reduction import Reducer
+from gtp.runtime.reduction_order import ReductionOrder
 from gtp.runtime.residency import Gatherer
 from gtp.runtime.schedule import Phase, Schedule
 from tests.runtime.simulated_streams import Graph, SimulatedDriver
@@ -134,7 +135,9 @@ class Trainer:
         schedule = Schedule(sizes, prefetch_bytes=config.prefetch_bytes, keep_bytes=config.keep_bytes)
         self.eager = self.pools()
         self.gatherer = Gatherer(me.groups, schedule, self.eager.gathers, me.transport)
-        self.reducer = Reducer(me.groups, self.eager.wgrads, me.transport, config, window_bytes=max(sizes))
+        self.reducer = Reducer(
+            me.groups, self.eager.wgrads, me.transport, config, window_bytes=max(sizes), order=ReductionOrder()
+        )
         self.graphs: list[Pools] = []  # memory of graphs, as long as they may be replayed
         self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # and what it should be
 

@@ -117,6 +117,36 @@ def test_heads_that_only_one_rank_differentiates(ranks):  # C42
     ranks(2).run(_heads, True, gtp.GTPConfig())
 
 
+def _mixed(program):
+    """No check is on, and no collective complains."""
+    twins = SideBySide(Senses if program == "modules" else TwoHeads)
+    model, runtime = twins.sharded, twins.runtime
+    every = inputs(0, 3, 16)
+
+    def loss(model, x):
+        outputs = model(x)
+        return (outputs if program == "modules" else outputs[0]).pow(2).mean()
+
+    if program == "modules":
+        model.use = (("vision", "sound")[rank()],)
+        value = loss(model, every[rank()])
+    else:
+        value = model(every[rank()])[rank()].sum()
+    with pytest.raises(gtp.DesyncError, match="reduced the gradients of different weights"):
+        value.backward()
+    assert all(p.grad is None for p in model.parameters())
+    model.use = ("vision",)
+    for _ in range(2):
+        twins.step(every, loss)  # the model is as it was, and trains
+    assert runtime.stats().unreduced_bytes == 0
+
+
+@pytest.mark.parametrize("program", ["modules", "heads"])
+def test_mixed_weights_are_found_out_at_the_end_of_backward_without_the_check(ranks, program):  # C39, C42
+    """Before any gradient is delivered, where biases carry the question."""
+    ranks(2).run(_mixed, program)
+
+
 def _one_rank_fails():
     model = linears(3)
     gtp.shard_model(model, dist.group.WORLD, config=ABSENT)
