@@ -15,8 +15,8 @@ from gtp.errors import DesyncError
 from gtp.runtime.capture import current_capture
 from gtp.runtime.group import WeightGroup
 
-_BASE = 251  # a digit's square, summed over a thousand ranks, is still exact in fp32
-_DIGITS = 4  # two orders are taken for one another once in 4e9 times
+_BASE = 61  # squares below it, summed over 4096 ranks, are exact in fp32
+_DIGITS = 6  # two orders are taken for one another once in 5e10 times
 _MODULUS = _BASE**_DIGITS
 _FACTOR = 1_000_003
 
@@ -28,7 +28,8 @@ class ReductionOrder:
     """Of one runtime, since its last backward ended.
 
     On a CPU the verdict comes before any gradient of the backward is delivered. On a GPU the host does not wait for the
-    numbers: it comes at the end of the next backward. Nothing is looked at while a CUDA graph is captured.
+    numbers: it comes when the next forward begins, or the next backward ends. Nothing is looked at while a CUDA graph
+    is captured.
     """
 
     def __init__(self) -> None:

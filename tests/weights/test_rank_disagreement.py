@@ -295,5 +295,5 @@ def _mixed_on_gpus(transport):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_on_gpus_mixed_weights_are_found_out_one_backward_later(ranks, transport):
+def test_on_gpus_mixed_weights_are_found_out_in_the_next_step(ranks, transport):
     ranks(2).run(_mixed_on_gpus, transport)
