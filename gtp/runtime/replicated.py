@@ -171,7 +171,7 @@ class ReplicatedGradients:
                     wide = c.grad.to(torch.promote_types(c.grad.dtype, torch.float32), copy=True)
                     c.entry.held = HeldGradient.beside(c.parameter, wide)
             return []
-        self._reduce(contributions)
+        self._reduce(contributions, ends=True)
         received = []
         for c in contributions:
             if c.grad is not None:
@@ -251,7 +251,7 @@ class ReplicatedGradients:
         if current_capture(grad.device):
             return None  # a graphed layer's backward returns it to autograd, which comes here once more
         contribution = _Contribution(entry, parameter, None, grad)
-        self._reduce([contribution])
+        self._reduce([contribution], ends=False)
         return contribution.grad
 
     def _defer_hooks(self, parameter: torch.nn.Parameter) -> None:
@@ -278,7 +278,11 @@ class ReplicatedGradients:
             contributions.append(_Contribution(entry, parameter, parameter.grad, grad))
         return contributions
 
-    def _reduce(self, contributions: list[_Contribution]) -> None:
+    def _reduce(self, contributions: list[_Contribution], *, ends: bool) -> None:
+        """
+        Args:
+            ends: Whether all that this backward reduces has begun, and ranks are compared.
+        """
         batches: dict[tuple[Any, ...], list[_Contribution]] = {}
         for c in contributions:
             wide = torch.promote_types(c.parameter.dtype, torch.float32).to_real()
@@ -288,7 +292,7 @@ class ReplicatedGradients:
             names = ", ".join(c.entry.name for c in batch)
             for process_group in process_groups:
                 self._transport.agree(process_group, f"reduce the gradients of {names}")
-            words = self._order.words(process_groups[0], wide, device)
+            words = self._order.words(process_groups[0], wide, device) if ends else None
             message = _Message(batch, wide, device)
             message.fill(words)
             started.append((message, process_groups, self._transport.start_all_reduce(message.flat, process_groups)))
@@ -296,7 +300,8 @@ class ReplicatedGradients:
             self._transport.finish_all_reduce(ticket)
         for message, process_groups, _ in started:
             ranks = math.prod(group.size() for group in process_groups)
-            self._order.look(message.words, ranks, process_groups[0].group_name)
+            if ends:
+                self._order.look(message.words, ranks, process_groups[0].group_name)
             if self._mean:
                 message.flat /= ranks
             message.take_out()
@@ -325,9 +330,10 @@ class _Message:
         with torch.no_grad():
             if self._all_here:
                 self._flags.fill_(1.0)
-            else:
-                for index, _ in here:
-                    self._flags[index].fill_(1.0)
+            elif not current_capture(self.flat.device):  # in which nobody asks
+                flags = [float(c.grad is not None) for c in self._batch]
+                told = torch.tensor(flags, dtype=self.flat.dtype, pin_memory=self.flat.is_cuda)
+                self._flags.copy_(told, non_blocking=True)
             targets, sources = [self._parts[i] for i, _ in here], [_as_real(grad).reshape(-1) for _, grad in here]
             if words is not None:
                 targets.append(self.words)
