@@ -35,7 +35,7 @@ class ProtocolError(GTPError, TypeError):
 
 class DesyncError(GTPError, RuntimeError):
     """Ranks of one group disagree: on the next collective, with `GTPConfig(debug=True)`; or have disagreed on what they
-    reduced, found out at the end of backward where there are replicated gradients to carry the question."""
+    reduced, found out on CPUs at the end of backward, where there are replicated gradients to carry the question."""
 
 
 class PeerError(GTPError, RuntimeError):

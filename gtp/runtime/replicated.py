@@ -36,7 +36,7 @@ from gtp.ops.compilers import never_compiled
 from gtp.runtime.backward import NO_TASK, backward_task
 from gtp.runtime.capture import current_capture
 from gtp.runtime.held import HeldGradient, plain_gradient
-from gtp.runtime.reduction_order import WORDS, ReductionOrder
+from gtp.runtime.reduction_order import ReductionOrder
 from gtp.runtime.transport import Transport
 
 
@@ -45,6 +45,9 @@ class _Replicated:
     name: str
     parameter: weakref.ref[torch.nn.Parameter]
     process_groups: tuple[dist.ProcessGroup, ...]
+    like: torch.Tensor  # on the meta device: what a message has room for, also when the parameter is gone
+    device: torch.device
+    trained: bool = False
     arrived: bool = False
     aside: torch.Tensor | None = None  # what `.grad` held before this backward
     held: HeldGradient | None = None  # contributions that no_sync kept from being reduced
@@ -55,12 +58,13 @@ class _Contribution:
     """What one parameter adds to a message.
 
     Attributes:
+        parameter: None if it was deleted, on this rank at least.
         aside: `.grad` without it.
         grad: The local gradient, then the reduced one. None: this rank has none; then, no rank has.
     """
 
     entry: _Replicated
-    parameter: torch.nn.Parameter
+    parameter: torch.nn.Parameter | None
     aside: torch.Tensor | None
     grad: torch.Tensor | None
 
@@ -144,7 +148,8 @@ class ReplicatedGradients:
 
     def add(self, name: str, parameter: torch.nn.Parameter, process_groups: Sequence[dist.ProcessGroup]) -> None:
         """Registers a parameter whose gradient is reduced over each of `process_groups` in turn."""
-        entry = _Replicated(name, weakref.ref(parameter), tuple(process_groups))
+        like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        entry = _Replicated(name, weakref.ref(parameter), tuple(process_groups), like, parameter.device)
         self._entries.append(entry)
         self._frozen.append(entry)
         self.hook_trainable()
@@ -167,14 +172,14 @@ class ReplicatedGradients:
         contributions = self._collect()
         if self.accumulate_only:
             for c in contributions:
-                if c.grad is not None:
+                if c.grad is not None and c.parameter is not None:
                     wide = c.grad.to(torch.promote_types(c.grad.dtype, torch.float32), copy=True)
                     c.entry.held = HeldGradient.beside(c.parameter, wide)
             return []
         self._reduce(contributions, ends=True)
         received = []
         for c in contributions:
-            if c.grad is not None:
+            if c.grad is not None and c.parameter is not None:
                 grad = self._after_tensor_hooks(c.parameter, c.grad)
                 c.parameter.grad = grad if c.aside is None else plain_gradient(c.aside).add_(grad)
                 received.append(c.parameter)
@@ -263,9 +268,17 @@ class ReplicatedGradients:
     def _collect(self) -> list[_Contribution]:
         """What this backward adds, with `.grad` as it was before it: see [Note: one message on every rank]."""
         contributions: list[_Contribution] = []
+        mine = any(entry.arrived or (entry.held is not None and not self.accumulate_only) for entry in self._entries)
+        if not (mine or self._order.any):
+            return []  # a backward for inputs alone, or one that returns its gradients
         for entry in self._entries:
             parameter = entry.parameter()
-            if parameter is None or not (parameter.requires_grad or entry.arrived or entry.held is not None):
+            if parameter is not None:
+                entry.trained = parameter.requires_grad
+            if not (entry.trained or entry.arrived or entry.held is not None):
+                continue
+            if parameter is None:  # when Python deletes it is each rank's own affair, and the message is not
+                contributions.append(_Contribution(entry, None, None, None))
                 continue
             grad: torch.Tensor | None = None
             if entry.arrived:
@@ -285,25 +298,24 @@ class ReplicatedGradients:
         """
         batches: dict[tuple[Any, ...], list[_Contribution]] = {}
         for c in contributions:
-            wide = torch.promote_types(c.parameter.dtype, torch.float32).to_real()
-            batches.setdefault((c.entry.process_groups, wide, c.parameter.device), []).append(c)
+            wide = torch.promote_types(c.entry.like.dtype, torch.float32).to_real()
+            batches.setdefault((c.entry.process_groups, wide, c.entry.device), []).append(c)
         started = []
         for (process_groups, wide, device), batch in batches.items():
             names = ", ".join(c.entry.name for c in batch)
             for process_group in process_groups:
                 self._transport.agree(process_group, f"reduce the gradients of {names}")
-            words = self._order.words(process_groups[0], wide, device) if ends else None
-            message = _Message(batch, wide, device)
-            message.fill(words)
+            words = self._order.count(device, process_groups) if ends else 0
+            message = _Message(batch, words, wide, device)
+            message.fill()
+            self._order.put_into(message.words, process_groups)
             started.append((message, process_groups, self._transport.start_all_reduce(message.flat, process_groups)))
         for _, _, ticket in started:
             self._transport.finish_all_reduce(ticket)
         for message, process_groups, _ in started:
-            ranks = math.prod(group.size() for group in process_groups)
-            if ends:
-                self._order.look(message.words, ranks, process_groups[0].group_name)
+            self._order.judge(message.words, process_groups)
             if self._mean:
-                message.flat /= ranks
+                message.flat /= math.prod(group.size() for group in process_groups)
             message.take_out()
 
 
@@ -316,15 +328,15 @@ class _Message:
         words: Its part that is `ReductionOrder`'s.
     """
 
-    def __init__(self, batch: list[_Contribution], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, batch: list[_Contribution], words: int, dtype: torch.dtype, device: torch.device) -> None:
         self._batch = batch
-        sizes = [c.parameter.numel() * (2 if c.parameter.is_complex() else 1) for c in batch]
+        sizes = [c.entry.like.numel() * (2 if c.entry.like.is_complex() else 1) for c in batch]
         self._all_here = all(c.grad is not None for c in batch)
         make = torch.empty if self._all_here else torch.zeros
-        self.flat = make(sum(sizes) + len(batch) + WORDS, dtype=dtype, device=device)
-        *self._parts, self._flags, self.words = self.flat.split([*sizes, len(batch), WORDS])
+        self.flat = make(sum(sizes) + len(batch) + words, dtype=dtype, device=device)
+        *self._parts, self._flags, self.words = self.flat.split([*sizes, len(batch), words])
 
-    def fill(self, words: torch.Tensor | None) -> None:
+    def fill(self) -> None:
         """Puts in what this rank has."""
         here = [(i, c.grad) for i, c in enumerate(self._batch) if c.grad is not None]
         with torch.no_grad():
@@ -334,11 +346,7 @@ class _Message:
                 flags = [float(c.grad is not None) for c in self._batch]
                 told = torch.tensor(flags, dtype=self.flat.dtype, pin_memory=self.flat.is_cuda)
                 self._flags.copy_(told, non_blocking=True)
-            targets, sources = [self._parts[i] for i, _ in here], [_as_real(grad).reshape(-1) for _, grad in here]
-            if words is not None:
-                targets.append(self.words)
-                sources.append(words)
-            _copy_all(targets, sources)
+            _copy_all([self._parts[i] for i, _ in here], [_as_real(grad).reshape(-1) for _, grad in here])
 
     def take_out(self) -> None:
         """Gives each parameter that had a gradient on some rank the sum, in memory of its own."""
@@ -347,7 +355,7 @@ class _Message:
         targets, sources = [], []
         for c, part, there in zip(self._batch, self._parts, flags, strict=True):
             c.grad = None
-            if there:
+            if there and c.parameter is not None:
                 c.grad = torch.empty(c.parameter.shape, dtype=c.parameter.dtype, device=c.parameter.device)
                 targets.append(_as_real(c.grad).view(-1))
                 sources.append(part)

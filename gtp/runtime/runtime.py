@@ -156,7 +156,6 @@ class GTPRuntime:
         if backward_task() == NO_TASK:
             with torch.inference_mode(False):
                 self._ready()
-            self._look_at_order()
             self._lines.enter_forward()
 
     def exit_forward(self) -> None:
@@ -332,10 +331,6 @@ class GTPRuntime:
             self._pools.gathers.end()
         self._capture, self._pools = capture, pools
 
-    def _look_at_order(self) -> None:
-        if not self._capture:  # in which no event may be asked
-            self._order.look_at_last()
-
     def _enter_backward(self) -> None:
         if backward_task() != NO_TASK:
             self._ready()
@@ -355,8 +350,7 @@ class GTPRuntime:
 
     def _end_of_backward(self) -> None:
         self._reducer.flush_held()
-        self._look_at_order()
-        parameters = self.replicated.end_backward()  # raises before anything is delivered, if ranks disagree
+        parameters = self.replicated.end_backward()  # raises if ranks disagree
         owners = self._reducer.end_backward()
         if self.returned.sums:
             others = self.returned.deliver()

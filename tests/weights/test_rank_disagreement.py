@@ -16,7 +16,6 @@ import gtp
 from gtp.testing.collectives import collective_log, delayed_collectives
 from gtp.testing.ranks import rank
 from tests.weights.side_by_side import SideBySide, inputs, linears, square
-from tests.weights.test_gpu_training import TRANSPORTS, device_and_group
 
 DEBUG = gtp.GTPConfig(debug=True, debug_timeout=30.0)  # a busy machine is no desync
 ABSENT = gtp.GTPConfig(debug=True, debug_timeout=3.0)  # for a rank that never comes
@@ -275,25 +274,3 @@ def _memory_differs():
 def test_looking_at_weights_on_one_rank_changes_no_collective(ranks):  # C41
     first, second = ranks(2).run(_memory_differs)
     assert first == second
-
-
-def _mixed_on_gpus(transport):
-    device, group = device_and_group()
-    torch.manual_seed(7)
-    model = TwoHeads().to(device)
-    gtp.shard_model(model, group, config=gtp.GTPConfig(transport=transport))
-    x = inputs(0, 3, 16)[rank()].to(device)
-    model(x)[rank()].sum().backward()
-    torch.cuda.synchronize()
-    with pytest.raises(gtp.DesyncError, match="reduced the gradients of different weights"):
-        model(x)[0].sum().backward()
-    model.zero_grad()
-    for _ in range(2):
-        model(x)[0].sum().backward()
-    torch.cuda.synchronize()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_on_gpus_mixed_weights_are_found_out_in_the_next_step(ranks, transport):
-    ranks(2).run(_mixed_on_gpus, transport)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import gtp
 from gtp.testing.collectives import collective_log
@@ -82,6 +83,62 @@ def _held_on_one_rank() -> None:
 
 def test_what_no_sync_holds_on_some_ranks_is_reduced_on_all(ranks: Any) -> None:
     ranks(3).run(_held_on_one_rank)
+
+
+def _deleted_on_one_rank() -> None:
+    """When Python deletes what the model has no more is each rank's own affair."""
+    twins = SideBySide(Conditioned, rtol=1e-5, atol=1e-6)
+    held = list(twins.sharded.norms[1].parameters()) if rank() == 0 else None
+    for model in (twins.plain, twins.sharded):
+        model.norms[1] = nn.Identity()
+    for step in range(2):
+        twins.step([(x, 0) for x, _ in _batches(step)])
+    assert held is None or all(parameter.grad is None for parameter in held)
+
+
+def test_a_parameter_may_live_longer_on_one_rank(ranks: Any) -> None:
+    ranks(2).run(_deleted_on_one_rank)
+
+
+def _for_inputs_alone() -> list[list[str]]:
+    """Gradients for inputs, and gradients that are returned, send no message of all parameters."""
+    model = Conditioned()
+    gtp.shard_model(model, dist.group.WORLD)
+    x = inputs(0, 5, 16)[rank()].requires_grad_()
+    logs = []
+    for wanted in ([x], [model.trunk.bias], [model.trunk.weight]):
+        loss = model((x, 0)).pow(2).mean()
+        with collective_log() as log:
+            torch.autograd.grad(loss, wanted)
+        logs.append([line for line in log.lines() if "start all_reduce" in line])
+    return logs
+
+
+def test_a_backward_that_trains_nothing_sends_nothing(ranks: Any) -> None:
+    for for_input, for_bias, for_weight in ranks(2).run(_for_inputs_alone):
+        assert for_input == []
+        assert len(for_bias) == 1
+        assert for_weight == []
+
+
+def _rows_use_different_experts() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "gtp"))
+    torch.manual_seed(7)
+    body = nn.Linear(16, 16)
+    experts = nn.ModuleList([nn.Linear(16, 16, bias=False) for _ in range(2)])
+    model = nn.ModuleDict({"body": body, "experts": experts})
+    gtp.shard_model(model, {"experts.*": mesh["gtp"], "*": mesh})
+    row = mesh.get_local_rank("replicate")
+    x = inputs(0, 3, 16)[rank()]
+    for _ in range(2):
+        (body(x) + experts[row](x)).sum().backward()
+    torch.testing.assert_close(body.bias.grad, torch.full((16,), 6.0))
+    assert experts[row].weight.grad is not None
+    assert experts[1 - row].weight.grad is None
+
+
+def test_groups_that_share_an_axis_alone_may_reduce_different_weights(ranks: Any) -> None:
+    ranks(4).run(_rows_use_different_experts)
 
 
 def _messages() -> list[str]:
