@@ -149,7 +149,9 @@ class ReplicatedGradients:
     def add(self, name: str, parameter: torch.nn.Parameter, process_groups: Sequence[dist.ProcessGroup]) -> None:
         """Registers a parameter whose gradient is reduced over each of `process_groups` in turn."""
         like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        entry = _Replicated(name, weakref.ref(parameter), tuple(process_groups), like, parameter.device)
+        entry = _Replicated(
+            name, weakref.ref(parameter), tuple(process_groups), like, parameter.device, parameter.requires_grad
+        )
         self._entries.append(entry)
         self._frozen.append(entry)
         self.hook_trainable()
