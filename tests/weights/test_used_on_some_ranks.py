@@ -87,20 +87,32 @@ def test_what_no_sync_holds_on_some_ranks_is_reduced_on_all(ranks: Any) -> None:
     ranks(3).run(_held_on_one_rank)
 
 
+class Shrinks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.last = nn.Linear(16, 16), nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x)
+        return x if self.last is None else self.last(x)
+
+
 def _deleted_on_one_rank() -> None:
     """When Python deletes what the model has no more is each rank's own affair."""
-    twins = SideBySide(Conditioned, optimizer=None, rtol=1e-5, atol=1e-6)
-    twins.backward([(x, 0) for x, _ in _batches(0)])
-    parameter = twins.sharded.norms[1].weight
+    twins = SideBySide(Shrinks, optimizer=None)
+    twins.backward(inputs(0, 5, 16))
+    parameter = twins.sharded.last.weight
+    parameter.grad = None
     gone = weakref.ref(parameter)
     held = [parameter] if rank() == 0 else []
     del parameter
     for model in (twins.plain, twins.sharded):
-        model.norms[1] = nn.Identity()
-    gc.collect()
-    assert (gone() is None) is not bool(held)
-    for step in range(2):
-        twins.backward([(x, 0) for x, _ in _batches(step)])
+        model.last = None
+        model.zero_grad()
+    for step in range(3):
+        twins.backward(inputs(step, 5, 16))
+        gc.collect()
+        assert (gone() is None) is not bool(held)  # since the forward, at the latest
     assert all(parameter.grad is None for parameter in held)
 
 
