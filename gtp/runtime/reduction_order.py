@@ -42,12 +42,13 @@ class ReductionOrder:
         if axes is None:
             both = (group.process_group, group.replicate_group)
             axes = self._axes[group.index] = tuple(g for g in both if g is not None and g.size() > 1)
-        seen = self._seen
-        seen[axes] = (seen.get(axes, 0) * _FACTOR + group.index + 1) % _MODULUS
+        if axes:  # what a group of one does is nobody else's business
+            seen = self._seen
+            seen[axes] = (seen.get(axes, 0) * _FACTOR + group.index + 1) % _MODULUS
 
     @property
     def any(self) -> bool:
-        """Whether a reduction was noted."""
+        """Whether a reduction over other ranks was noted."""
         return bool(self._seen)
 
     def reset(self) -> None:

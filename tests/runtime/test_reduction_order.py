@@ -99,6 +99,11 @@ def test_reductions_over_other_axes_say_nothing() -> None:
     assert not words.any()
 
 
+def test_reductions_of_a_group_of_one_are_not_noted() -> None:
+    """Another rank may have none, and the two must still send alike."""
+    assert not _noted([1, 2], [_Group(1), _Group(1)]).any
+
+
 def test_no_number_travels_on_a_gpu() -> None:
     assert ReductionOrder.count(torch.device("cuda"), [_Group(2)]) == 0  # type: ignore[list-item]
 
